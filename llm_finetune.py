@@ -73,12 +73,12 @@ def train(settings: FinetuneSettings) -> None:
         merge_lora,
         save_adapter,
     )
-    from qtrain.quant.schemes.frozen_base import base_scheme
     from qtrain.train.assembly.assemble import (
         assemble,
         build_quantized,
         describe_trained,
         freeze_embedding,
+        frozen_base,
         trained_part,
     )
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
@@ -95,8 +95,7 @@ def train(settings: FinetuneSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
-    stores_base = lora is not None and lora.base != "none"
-    checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
+    checked = check_settings(settings, SCRIPT, frozen_base(lora, settings.quantize))
     check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)

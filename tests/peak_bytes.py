@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 class PeakBytes(TorchDispatchMode):
     """While active, counts tensors that operations allocate, until they are freed or their storage is resized. peak:
-    the most bytes at once.
+    the most bytes at once; live: those that are not freed.
 
     known: tensors that exist already, of which operations may return views.
     """
@@ -21,6 +21,10 @@ class PeakBytes(TorchDispatchMode):
         self.peak = self._sum = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    @property
+    def live(self) -> int:
+        return self._sum
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))

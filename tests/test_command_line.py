@@ -118,6 +118,7 @@ def test_help_of_a_training_script_is_in_groups(script):
         "schedule",
         "evaluation",
         "checkpoint and run folder",
+        "memory",
         "hardware and process",
         "many processes",
         "plan",

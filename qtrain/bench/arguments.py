@@ -97,7 +97,7 @@ def compared_schemes(words: Iterable[str]) -> "dict[str, Scheme]":
 
 def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:
     """'MxNxK' -> its `count` whole numbers from 1 to MAX_SIZE. UserError naming `flag`."""
-    numbers = text.lower().split("x")
+    numbers = text.lower().split("x")  # 4096X4096 is meant as 4096x4096
     # Length first: int() of a million digits takes seconds.
     whole = all(n.isascii() and n.isdigit() and len(n) <= len(str(MAX_SIZE)) for n in numbers)
     if len(numbers) != count or not whole or not all(1 <= int(n) <= MAX_SIZE for n in numbers):

@@ -60,6 +60,7 @@ def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job
             raise unknown_name("--tables", "table", name, TABLES)
     if not chosen:
         raise UserError(f"--tables: it is empty; name some of {', '.join(TABLES)}.")
+    # In the order of TABLES, all checked before any runs.
     return [make(settings, device) for name, make in TABLES.items() if name in chosen]
 
 

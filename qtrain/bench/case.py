@@ -114,7 +114,7 @@ def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation
             # 1e-30: products of zeros have no magnitude to be relative to.
             allowed = ROUNDING[out.dtype] * truth.abs() + accumulation * (rows.abs() @ w.abs().t()) + 1e-30
             share = ((result.double() - truth).abs() / allowed).max()  # fraction of the tolerance
-            worst = max(worst, float(share.nan_to_num(nan=torch.inf)))
+            worst = max(worst, float(share.nan_to_num(nan=torch.inf)))  # a NaN is the worst error, not the least
         if worst > 1:
             raise WrongResultError(f"an error {worst:.3g} times the tolerance")
         return worst

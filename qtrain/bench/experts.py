@@ -123,6 +123,7 @@ def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwid
     def product(role: str, out: int, width: int, result: int) -> float:
         """r rows x `width` x `out`, whose result has `result` bytes."""
         # grad_weight reads two operands of R rows; the other two read rows and every expert's matrix.
+        # Operands [r, width], [r, out]; or rows and all matrices.
         read = code[role] * (r * (width + out) if role == "grad_weight" else r * width + weights * out * width // c)
         # compute-bound or memory-bound, whichever takes longer; ms
         return max(2 * r * out * width / peaks[role] / 1e9, (read + result) / bandwidth / 1e9)

@@ -49,7 +49,7 @@ class LinearProblem:
     def truth(self) -> tuple[Tensor, ...]:
         """y, dx, dw of the linear in fp64, stored in fp32: the schemes' errors are far larger."""
         x, w, dy = (t.double() for t in self.tensors)
-        return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))
+        return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))  # y [M, N], dx [M, K], dw [N, K]
 
     def roofline_ms(self, scheme: Scheme, hardware: Hardware) -> float:
         work = 2.0 * self.m * self.n * self.k  # of each of the three GEMMs

@@ -65,6 +65,7 @@ def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for p in module.parameters():
             p.normal_(0, 0.02, generator=generator)
+            # Not zeros: the power drawn depends on the bits.
             p.grad = torch.empty_like(p).normal_(0, 1e-3, generator=generator)
     return module
 
@@ -86,7 +87,7 @@ def time_step(
 ) -> dict[str, Cell]:
     """The cells of one optimizer over the module's parameters. copy: copy bandwidth, TB/s."""
     if name == "torch.AdamW":
-        options = {"fused": True, **options}
+        options = {"fused": True, **options}  # torch's fastest: one kernel for many tensors
     spec = OPTIMIZERS.make(name, options, "--names")
     optimizer = spec.build(parameter_groups(module, 0.1), 1e-5, seed=0)
     optimizer.step()

@@ -83,6 +83,7 @@ def _panel(number: int, name: str, pairs: Sequence[Pair], last: int, high: float
 
     # Means are over all pairs, so only steps that all pairs have.
     steps = sorted(set.intersection(*(set(pair.differences) for pair in pairs if pair.differences)))
+    # Step -> (mean, standard error).
     spread = {step: mean_and_error([pair.differences[step] for pair in pairs if pair.differences]) for step in steps}
     inside = [_line(sorted(p.differences.items()), "pair", x_at, y_at) for p in pairs if len(pairs) > 1]
     if len(pairs) > 1:

@@ -129,6 +129,7 @@ def _contents(spec: Mapping[str, Any]) -> Any:
     if spec.get("type") == "token" and spec.get("dataset_dir"):
         shards, manifests = find_shards(spec["dataset_dir"], "--train_ds, --eval_ds")
         if manifests:
+            # Contents: a corpus that was copied is the same one.
             return [[m.tokenizer["fingerprint"], [shard.sha256 for shard in m.shards]] for _, m in manifests]
         return [[shard.path.name, shard.path.stat().st_size] for shard in shards]
     if spec.get("type") == "text" and spec.get("paths"):
@@ -188,7 +189,7 @@ def check_variants(runs: Iterable[RunResult], flag: str) -> None:
     """UserError where one name means different settings in runs of one recipe."""
     known: dict[tuple[str, str], RunResult] = {}
     for run in runs:
-        other = known.setdefault((run.recipe_key, run.variant), run)
+        other = known.setdefault((run.recipe_key, run.variant), run)  # the first of that name
         if other.overrides != run.overrides:
             raise UserError(
                 f"{flag}: {run.variant!r} of seed {run.seed} is {json.dumps(run.overrides)}, and of seed {other.seed} "

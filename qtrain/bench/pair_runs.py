@@ -45,7 +45,7 @@ class PairedRun:
     def name(self) -> str:
         """Different for runs of other settings or data."""
         key = digest([shared_recipe(self.base), self.overrides, self.data])[:8]
-        words = re.sub(r"[^\w-]+", "-", self.variant)[:40].strip("-")
+        words = re.sub(r"[^\w-]+", "-", self.variant)[:40].strip("-")  # a variant may be NAME:{JSON}
         return f"{words}-{key}-seed{self.seed}"
 
     @property
@@ -78,7 +78,7 @@ class PairedRun:
         for folder in self.folders():
             config, records = read_json(folder / "config.json", "--runs_dir"), read_metrics(folder / "metrics.jsonl")
             losses = _eval_losses(records)
-            if not losses or losses[-1][0] != config["n_steps"]:
+            if not losses or losses[-1][0] != config["n_steps"]:  # stopped, or still running
                 continue
             speeds = [record["tok_s"] for record in records if record.get("tok_s")]
             steps = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]

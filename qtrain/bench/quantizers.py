@@ -111,7 +111,7 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
 def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer, granularity: str) -> float:
     """The largest error, relative to that of rounding."""
     fmt, shape, x = FORMATS[q.fmt], (x.shape[0], x.shape[1]), x.float()
-    value = dequantize(codes, scale, q.fmt, granularity, shape)
+    value = dequantize(codes, scale, q.fmt, granularity, shape)  # fp32 [rows, columns]
     # Integers: a step is the scale. Floats: it grows with the power of two of the value.
     unit = step = expand_scale(scale, granularity, shape)
     if fmt.is_float:  # for 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); all subnormals have the same

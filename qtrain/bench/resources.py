@@ -21,8 +21,7 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Lora
-from qtrain.quant.schemes.frozen_base import base_scheme
-from qtrain.train.assembly.assemble import trained_part
+from qtrain.train.assembly.assemble import frozen_base, trained_part
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.status import short_number
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> None:
     table = resource_table(settings)
     print(table.markdown())
     path = Path(settings.json or f"runs/resources/{time.strftime('%Y%m%d-%H%M%S')}.json")
-    write_json([table], path, about_run(settings, "planned, on no GPU", {}))
+    write_json([table], path, about_run(settings, "planned, on no GPU"))
     print(f"figures     {path}", file=sys.stderr)
 
 
@@ -75,7 +74,7 @@ def resource_table(settings: ResourceSettings) -> Table:
         "Planned on one GPU",
         "sequences a micro-batch, GiB, tokens/s",
         list(columns.values()),
-        ["s, f: recomputed selectively, in full; o, r: optimizer states, residuals on the host; -: does not fit"],
+        ["norm, ...: recomputed; o, r, w: optimizer states, residuals, weights on the host; -: does not fit"],
     )
     for model in split_list(settings.models):
         for name in METHODS:
@@ -89,8 +88,7 @@ def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, Lan
     chosen, lora = _on_card(method, card)
     run = {"model": model, "gpu": card, "seq_len": seq_len, "batch_size": TOKENS // seq_len, "dry_run": True}
     settings = LanguageSettings(**run, compile=True, fit="auto", **chosen)
-    base = base_scheme(lora.base, settings.quantize) if lora is not None and lora.base != "none" else None
-    checked = check_settings(settings, "resources", base)
+    checked = check_settings(settings, "resources", frozen_base(lora, settings.quantize))
     architecture = _architecture(model, seq_len)
     trained = trained_part(architecture.config, lora, False, checked.dtype)
     try:
@@ -122,8 +120,10 @@ def _cell(found: tuple[Plan, LanguageSettings] | None) -> Cell:
         return Cell(text="-")
     plan, settings = found
     speed = plan.tokens_per_step / plan.step_seconds
-    marks = {"none": "", "selective": " s", "full": " f"}[settings.activation_checkpointing]
-    marks += " o" * bool(plan.host.keys() - {"residuals"}) + " r" * ("residuals" in plan.host)
+    kinds = settings.recompute
+    marks = f" {'+'.join(kinds)}" if kinds else ""
+    marks += " o" * bool(plan.host.keys() - {"residuals", "weights"}) + " r" * ("residuals" in plan.host)
+    marks += " w" * ("weights" in plan.host)
     text = f"{plan.geometry.micro_batch_size}{marks}, {plan.memory_taken / GIB:.1f}, {short_number(speed)}"
     return Cell(speed, text=text, details={"gib": plan.memory_taken / GIB, "host_gib": plan.host_bytes / GIB})
 

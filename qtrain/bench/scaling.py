@@ -176,6 +176,7 @@ def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, 
             return {"reason": "not checked: benchmarks/mesh_equality.py is in a checkout of the repository only"}
         meshes = ["1x1", f"1x{cell.gpus}", f"{cell.gpus}x1"]
         command = [sys.executable, "-m", "benchmarks.mesh_equality", "--device", device, "--steps", "3"]
+        # Codes of rows, and a scale that spans ranks.
         command += ["--schemes", "int8", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--meshes", *meshes]
         done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
         lines = (done.stdout + done.stderr).strip().splitlines()

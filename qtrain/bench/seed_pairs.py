@@ -30,12 +30,7 @@ from llm_pretrain import PretrainSettings
 from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
 from qtrain.bench.pair_plot import write_plots
-from qtrain.bench.pair_results import (
-    RunResult,
-    data_fingerprint,
-    make_tables,
-    read_results,
-)
+from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
 from qtrain.core.checks import check_fields, user_path
@@ -176,6 +171,7 @@ def make_runs(settings: SeedPairsSettings, runs_dir: Path) -> list[PairedRun]:
     if not recipe.get("eval_ds"):
         raise UserError(f"--recipe: {settings.recipe} names no validation data (eval_ds), whose loss is compared.")
     variants = chosen_variants(split_list(settings.schemes), read_variants(settings.variants))
+    # One variant can be compared with a reference of other results.
     if len(variants) < 2 and settings.reference in (None, *variants):
         raise UserError(
             f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more, or the --reference."

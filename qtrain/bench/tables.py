@@ -53,7 +53,7 @@ class Table:
             shown = []
             for column in self.columns:
                 cell = cells.get(column, Cell())
-                if cell.reason is not None and cell.reason not in footnotes:
+                if cell.reason is not None and cell.reason not in footnotes:  # one footnote for each reason
                     footnotes.append(cell.reason)
                 shown.append(cell.shown() if cell.reason is None else f"[{footnotes.index(cell.reason) + 1}]")
             grid.append([name, *shown])
@@ -123,7 +123,7 @@ def write_png(tables: Sequence[Table], path: Path) -> None:
     )
     for table, axis in zip(tables, axes[:, 0], strict=True):
         names = [name for name, cells in table.rows.items() if any(c.value is not None for c in cells.values())]
-        width = 0.9 / max(len(names), 1)
+        width = 0.9 / max(len(names), 1)  # of a bar; a gap of 0.1 between groups
         for number, name in enumerate(names):
             heights = [table.rows[name].get(column, Cell()).value or 0.0 for column in table.columns]
             places = [i + number * width for i in range(len(heights))]

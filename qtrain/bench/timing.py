@@ -35,6 +35,7 @@ def rotated(inputs: Sequence[Tensor], device: torch.device) -> list[tuple[Tensor
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     # Three times the cache: an input is evicted before its turn comes again. 256 bounds tiny inputs.
     copies = min(-(-3 * cache // max(size, 1)), 256)
+    # Clones keep strides: a column-major operand stays one.
     return [tuple(inputs), *(tuple(x.clone() for x in inputs) for _ in range(copies - 1))]
 
 
@@ -80,7 +81,7 @@ def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
     count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; the launch queue holds about 1,000
     wait_s = 3 * count * issue_s / 5  # the CPU may be busy with other programs
     _gpu_batch(calls, count, wait_s)  # raises the clocks
-    repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))
+    repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))  # quartiles need a few
     return _timing([_gpu_batch(calls, count, wait_s)[1] / count for _ in range(repeats)], count)
 
 
@@ -166,7 +167,7 @@ def watching_clocks(device: torch.device, seconds: float = 0.5) -> Iterator[Cloc
         yield clocks
     finally:
         stop.set()
-        thread.join()
+        thread.join()  # no sample after the block: the tables have the clocks of their own figures
 
 
 def _clock_reader(device: torch.device) -> Callable[[], tuple[float, float]] | None:

@@ -4,9 +4,10 @@ python -m qtrain.bench.train_step --models qwen2.5-0.5b,qwen2.5-1.5b --schemes b
 
 The steps are those of llm_pretrain.py, the same functions in the same order, on random tokens. Each cell runs in its
 own process, so one that runs out of memory does not affect the others. Models and schemes may have their own options:
-any setting of llm_pretrain.py after a model, the scheme's options after a scheme.
+any setting of llm_pretrain.py after a model, --lora too, the scheme's options after a scheme.
 
     --models 'qwen2.5-0.5b,qwen2.5-7b:{"batch_size":64,"micro_batch_size":8}'
+    --models 'qwen2.5-7b:{"lora":{"base":"nf4"},"fit":"auto","memory_limit":24}'
     --models 'qwen2.5-7b:{"gpus":2,"batch_size":256,"micro_batch_size":8,"optim":"adamw_8bit"}'
     --schemes 'bf16,int8,int8:{"stochastic_rounding":true}'
 """
@@ -36,15 +37,16 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
-from qtrain.models import read_model_source
+from qtrain.models import add_lora, as_lora, read_model_source
 from qtrain.quant import SCHEMES
-from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.assemble import assemble, build_quantized, frozen_base, trained_part
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
-from qtrain.train.log.failures import GIB, is_out_of_memory
+from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.status import three_digits
 from qtrain.train.loop import peak_memory
 from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.plan.plan import GIB
 from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
@@ -59,7 +61,8 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
     """Speed over `settings.n_steps` steps after `warmup_steps`, on random tokens: the median time from the end of a
     step to the end of the next; or {"reason": ...}. Of all processes, if a launcher has started several.
 
-    Keys: tok_s, step_ms, sol, mfu, peak_gib, reserved_gib, outside_gib (of `memory_in_use`), planned_gib, loss.
+    Keys: tok_s, step_ms, sol, mfu, loss; peak_gib, and build_gib before the first step; on a GPU reserved_gib and
+    outside_gib (`memory_in_use`); of the plan planned_gib, planned_taken_gib, planned_step_ms; fit, the plan's lines.
     """
     try:
         return _time_training(settings, warmup_steps)
@@ -67,18 +70,23 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
         if not is_out_of_memory(error):
             raise
         device = choose_device(settings.device)
-        taken = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in memory_in_use(device).items())
-        return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use ({taken})"}
+        taken = "".join(f", {size / GIB:.1f} {kind}" for kind, size in memory_in_use(device).items())
+        return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use{taken}"}
 
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    # ---- plan, model, quantize, optimizer ----------------------------------------------------------------------------
-    checked = check_settings(settings, "train_step")
+    # ---- plan, model, quantize, adapt, optimizer ---------------------------------------------------------------------
+    lora = as_lora(settings.lora) if isinstance(settings, CellSettings) and settings.lora is not None else None
+    checked = check_settings(settings, "train_step", frozen_base(lora, settings.quantize))
     architecture = LanguageArchitecture.of(settings, checked.mesh)
-    prepared = prepare(fit_memory(checked, architecture), architecture, data=())
+    trained = trained_part(architecture.rank_config, lora, False, checked.dtype)
+    prepared = prepare(fit_memory(checked, architecture, trained), architecture, (), trained)
     settings = prepared.settings
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
+    build_peak = peak_memory(device)
+    if lora is not None:
+        add_lora(model, lora, settings.seed)
     run = assemble(prepared, model, quantized)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -117,6 +125,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         "step_ms": 1000 * seconds,
         **plan.efficiency(tok_s),
         "peak_gib": peak_memory(device) / GIB,
+        "build_gib": build_peak / GIB,
         **{f"{kind}_gib": size / GIB for kind, size in memory_in_use(device).items()},
         "planned_gib": sum(plan.memory.values()) / GIB,
         "planned_taken_gib": plan.memory_taken / GIB,
@@ -163,6 +172,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
+class CellSettings(LanguageSettings):
+    """Of one cell of the table."""
+
+    lora: JsonDict = None
+    """Adapters, as --lora of llm_finetune.py; None: everything trains."""
+
+
+@dataclass(frozen=True)
 class TrainStepSettings:
     """Time training steps of models under schemes, on random tokens."""
 
@@ -203,7 +220,7 @@ class TrainStepSettings:
 def main(argv: list[str]) -> None:
     if argv[:1] == [WORKER]:
         cell = parse_json(argv[1], WORKER)
-        settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
+        settings = CellSettings(**check_fields(CellSettings, cell["settings"], WORKER))
         # With --gpus this process only starts the ranks; they come here again with WORLD_SIZE set.
         check_gpus(settings.gpus, settings.device)
         launch(settings.gpus)
@@ -231,7 +248,7 @@ def main(argv: list[str]) -> None:
 def cell_values(settings: Any, model_word: str, scheme_word: str, **more: Any) -> dict[str, Any]:
     """Settings of llm_pretrain.py for a model and a scheme, each NAME or NAME:{JSON}: those of `settings` that it has
     too, then `more`, then the model's own. UserError for an unknown model or scheme."""
-    names = {f.name for f in dataclasses.fields(LanguageSettings)}
+    names = {f.name for f in dataclasses.fields(CellSettings)}
     model, options = name_and_options(model_word, "--models")
     scheme, kwargs = name_and_options(scheme_word, "--schemes")
     read_model_source(model, "--models").model_config()
@@ -240,12 +257,12 @@ def cell_values(settings: Any, model_word: str, scheme_word: str, **more: Any) -
     return {**shared, **more, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **options}
 
 
-def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
+def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSettings]:
     """The settings of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
     cells = {}
     for words in itertools.product(split_list(settings.models), split_list(settings.schemes)):
         values = cell_values(settings, *words)
-        cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({values['model']})"))
+        cell = CellSettings(**check_fields(CellSettings, values, f"--models ({values['model']})"))
         options = Options(cell)
         _ = options.geometry, options.optimizer  # refuse what their flags cannot be
         check_exclusions(options, option="--optimizer_in_backward")
@@ -295,8 +312,11 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
-        for column in ("ms/step", "peak GiB", "reserved GiB", "planned GiB"):
-            key = {"ms/step": "step_ms"}.get(column, column.lower().replace(" ", "_"))
+        figures = [
+            ("ms/step", "step_ms"),
+            *((f"{kind} GiB", f"{kind}_gib") for kind in ("peak", "reserved", "planned")),
+        ]
+        for column, key in figures:
             if key in result:  # nothing is reserved on a CPU
                 table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
     return table

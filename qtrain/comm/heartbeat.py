@@ -55,10 +55,10 @@ class Heartbeat:
         """This rank is done: nobody waits for its beats any more."""
         atexit.unregister(self.stop)
         self._stopped.set()
-        self._thread.join(2 * BEAT_SECONDS)
+        self._thread.join(2 * BEAT_SECONDS)  # a write that hangs must not keep the process
 
     def _run(self) -> None:
-        watched = (self._rank + 1) % self._world
+        watched = (self._rank + 1) % self._world  # a ring: every rank is watched by one other
         seen: dict[str, Any] | None = None
         last = silent_since = waiting_since = time.monotonic()
         place, count = None, 0
@@ -71,7 +71,7 @@ class Heartbeat:
                     silent_since = waiting_since = now
                 last = now
                 at, waits = self._place()
-                if not waits or (at, self.step) != place:
+                if not waits or (at, self.step) != place:  # it moves, or waits for something else
                     place, waiting_since = (at, self.step), now
                 self._write({"beat": count, "step": self.step, "at": at, "waits": waits})
                 beat = self._read(watched)

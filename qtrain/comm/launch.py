@@ -50,6 +50,7 @@ def run_processes(count: int, command: Sequence[str]) -> int:
     """Run `command` as `count` ranks. Returns the exit code of the first that failed; 0 if none did."""
     # Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who hangs.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Else each rank would take all cores.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     common = {
         **os.environ,
@@ -68,7 +69,7 @@ def run_processes(count: int, command: Sequence[str]) -> int:
         signal.signal(number, lambda signum, _: _send(processes, signum))
     while True:
         codes = [process.poll() for process in processes]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]  # None still runs, 0 has ended well
         if failed or all(code == 0 for code in codes):
             break
         time.sleep(0.1)
@@ -89,7 +90,7 @@ def _end(processes: Sequence[subprocess.Popen], rank: int, code: int) -> int:
             if process.poll() is None:
                 process.kill()
         _wait(processes, GRACE_SECONDS)
-    return code if code > 0 else 128 - code
+    return code if code > 0 else 128 - code  # as a shell: 128 + the signal's number
 
 
 def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:

@@ -4,11 +4,11 @@ Sums are an all-to-all in the tensor's dtype and additions in fp32 in the order 
 all ranks, and in every run. Each operation is a custom op, so that a compiled layer may contain it; `sent` counts the
 bytes by `kind`, in a compiled layer too, but not in the replay of a CUDA graph.
 
-    gather        [n, ...] of every rank -> [ranks * n, ...]          backward: scatter_sum
-    scatter_sum   [ranks * n, ...] -> [n, ...], the sum's own rows    backward: gather
-    copy          x, which all ranks have -> x                        backward: sum
-    reduce        sum over the ranks -> all ranks                     backward: nothing
-    total         sum over the ranks, each of which reads it          backward: sum
+    all_gather            [n, ...] of every rank -> [ranks * n, ...]          backward: reduce_scatter
+    reduce_scatter        [ranks * n, ...] -> [n, ...], the sum's own rows    backward: all_gather
+    copy                  x, which all ranks have -> x                        backward: all_reduce
+    all_reduce            sum over the ranks -> all ranks                     backward: nothing
+    all_reduce_with_grad  sum over the ranks, each of which reads it          backward: all_reduce
 """
 
 from dataclasses import dataclass
@@ -47,19 +47,19 @@ class RankGroup:
     # ---- differentiable ----------------------------------------------------------------------------------------------
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return _Gather.apply(x, self.name, self.ranks)
+        return _Collective.apply(x, "gather", "scatter_sum", self.name, self.ranks)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return _ScatterSum.apply(x, self.name, self.ranks)
+        return _Collective.apply(x, "scatter_sum", "gather", self.name, self.ranks)
 
     def copy(self, x: Tensor) -> Tensor:
-        return _Copy.apply(x, self.name, self.ranks)
+        return _Collective.apply(x, "", "sum", self.name, self.ranks)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return _Reduce.apply(x, self.name, self.ranks)
+        return _Collective.apply(x, "sum", "", self.name, self.ranks)
 
     def all_reduce_with_grad(self, x: Tensor) -> Tensor:
-        return _Total.apply(x, self.name, self.ranks)
+        return _Collective.apply(x, "sum", "sum", self.name, self.ranks)
 
     # ---- not differentiable ------------------------------------------------------------------------------------------
 
@@ -78,6 +78,7 @@ class RankGroup:
 
     def all_reduce_fp64(self, x: Tensor) -> Tensor:
         """The sum over the ranks of fp64 values, in their order."""
+        # Gathered, then added: an all-reduce's order depends on the backend, and fp64 sums would differ in a bit.
         return group_gather(x[None], self.name, self.ranks, SCALES).sum(dim=0)
 
     def all_gather_ragged(self, own: Tensor, sizes: list[int], kind: str) -> list[Tensor]:
@@ -94,7 +95,7 @@ def group_gather(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     x = x.contiguous()
     received = x.new_empty(ranks * x.shape[0], *x.shape[1:])
     all_gather_single(_bytes(received), _bytes(x), group=_GROUPS[group])
-    sent[kind] += (ranks - 1) * x.numel() * x.element_size()
+    sent[kind] += (ranks - 1) * x.numel() * x.element_size()  # to each other rank
     return received
 
 
@@ -120,8 +121,8 @@ def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
 def group_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """The sum over the ranks: each adds a part of the elements, and they gather the parts."""
     flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
-    part = _exchanged_sum(padded, group, ranks, kind)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))  # zeros, cut off again below
+    part = _exchanged_sum(padded, group, ranks, kind)  # [n / ranks], this rank's part
     whole = group_gather(part, group, ranks, kind)
     return whole[: len(flat)].view(x.shape)
 
@@ -135,6 +136,7 @@ def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
 def group_maximum(x: Tensor, group: str, ranks: int) -> Tensor:
     """The maximum over the ranks of values that are not negative: their bits order as they do, NaN above Inf."""
     found = x.clone()
+    # As integers: NCCL's maximum of floats drops NaN.
     dist.all_reduce(found.view(torch.int32), dist.ReduceOp.MAX, group=_GROUPS[group])
     sent[SCALES] += (ranks - 1) * x.numel() * 4
     return found
@@ -159,55 +161,19 @@ def _bytes(x: Tensor) -> Tensor:
 # ---- their gradients -------------------------------------------------------------------------------------------------
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group = group, ranks
-        return group_gather(x, group, ranks, ACTIVATIONS)
+_OPS = {"gather": group_gather, "scatter_sum": group_scatter_sum, "sum": group_sum}
+
+
+class _Collective(torch.autograd.Function):
+    """One of _OPS in forward, another one in backward; "": the identity."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return group_scatter_sum(grad, *ctx.group, ACTIVATIONS), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group = group, ranks
-        return group_scatter_sum(x, group, ranks, ACTIVATIONS)
+    def forward(ctx: Any, x: Tensor, op: str, gradient_op: str, group: str, ranks: int) -> Tensor:
+        ctx.gradient = gradient_op, group, ranks
+        # A view: an input that a Function returns as it is would be marked as one of its outputs.
+        return _OPS[op](x, group, ranks, ACTIVATIONS) if op else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return group_gather(grad, *ctx.group, ACTIVATIONS), None, None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group = group, ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return group_sum(grad, *ctx.group, ACTIVATIONS), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        return group_sum(x, group, ranks, ACTIVATIONS)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group = group, ranks
-        return group_sum(x, group, ranks, ACTIVATIONS)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return group_sum(grad, *ctx.group, ACTIVATIONS), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        op, group, ranks = ctx.gradient
+        return (_OPS[op](grad, group, ranks, ACTIVATIONS) if op else grad), None, None, None, None

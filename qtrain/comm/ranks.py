@@ -74,6 +74,7 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
     _check_master()
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
+        # Before the process group exists: its own time-out is minutes, and names nobody.
         store = _meet(store, own, world)
         timeout = timedelta(seconds=rank_timeout) + MARGIN
         store.set_timeout(timeout)
@@ -113,7 +114,7 @@ def _meet(store: dist.Store, own: int, world: int) -> dist.Store:
     name = uuid.uuid4().hex
     store.set(f"rank {own}", name)
     if own != 0:
-        store.wait([f"meeting of {name}"], MEETING_TIMEOUT)
+        store.wait([f"meeting of {name}"], MEETING_TIMEOUT)  # rank 0's answer to this very start
         meeting = dist.PrefixStore(store.get(f"meeting of {name}").decode(), store)
         meeting.set(str(own), "")
         meeting.wait(["complete"], MEETING_TIMEOUT)
@@ -121,6 +122,7 @@ def _meet(store: dist.Store, own: int, world: int) -> dist.Store:
     meeting, missing = dist.PrefixStore(name, store), set(range(1, world))
     end = time.monotonic() + MEETING_TIMEOUT.total_seconds()
     while missing:
+        # Answered again in every round: a rank that was started anew has given another name.
         for rank in [rank for rank in sorted(missing) if store.check([f"rank {rank}"])]:
             store.set(f"meeting of {store.get(f'rank {rank}').decode()}", name)
         missing = {rank for rank in missing if not meeting.check([str(rank)])}
@@ -154,7 +156,7 @@ def lost_rank(error: Exception) -> LostRank | None:
     if not (dist.is_initialized() and isinstance(error, RuntimeError)):
         return None
     reason = first_line(error)
-    if not (isinstance(error, dist.DistError) or _COLLECTIVE_FAILED.search(reason)):
+    if not (isinstance(error, dist.DistError) or _COLLECTIVE_FAILED.search(reason)):  # gloo raises a bare RuntimeError
         return None
     step = _heartbeat.step if _heartbeat is not None else None
     when, resume = ("set-up", "") if step is None else (f"after step {step}", " with --resume auto")
@@ -179,7 +181,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world()
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values, value, group)  # pickled, over gloo: for small things outside of steps
     return values
 
 
@@ -207,6 +209,7 @@ def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False, group: dist.P
         result = action()
     except (UserError, OSError) as raised:
         error = raised
+    # Errors are gathered like results: a rank that raised alone would leave the others in a collective.
     outcomes = all_gather((result if of_rank_0 else None, error), group)
     for failed_rank, (_, raised) in enumerate(outcomes):
         if raised is not None:

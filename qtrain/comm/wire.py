@@ -33,12 +33,13 @@ def exchange(messages: Tensor, sizes: Sequence[int], own: int, group: dist.Proce
     received = torch.empty(ranks, own, dtype=messages.dtype, device=messages.device)
     dist.all_to_all_single(
         received.view(-1).view(torch.uint8),
+        # As bytes: NCCL and gloo know no FP8.
         messages.view(torch.uint8),
         [own * element] * ranks,
         [size * element for size in sizes],
         group=group,
     )
-    sent[kind] += (sum(sizes) - sizes[me]) * element
+    sent[kind] += (sum(sizes) - sizes[me]) * element  # its own share does not leave the rank
     return received
 
 
@@ -47,7 +48,7 @@ def gather(message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | Non
     longest = max(sizes)
     padded = message
     if len(message) < longest:
-        padded = message.new_empty(longest)
+        padded = message.new_empty(longest)  # the end is never read: uninitialized
         padded[: len(message)] = message
     received = message.new_empty(len(sizes), longest)
     gather_into(received.view(-1), padded, group, kind)

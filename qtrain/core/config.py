@@ -46,14 +46,25 @@ from qtrain.core.process import command_line
 C = TypeVar("C")
 
 
-def _json(arguments: list[str], kind: type, in_words: str) -> Any:
+def _json(arguments: list[str]) -> Any:
     try:
-        value = parse_json(arguments[0], "JSON")
+        return parse_json(arguments[0], "JSON")
     except UserError as error:
         raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
-    if not isinstance(value, kind):
-        raise ValueError(f"JSON: {shown(arguments[0])} is not {in_words}.")
+
+
+def _json_object(arguments: list[str]) -> dict[str, Any]:
+    value = _json(arguments)
+    if not isinstance(value, dict):
+        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON object; write it in braces.")
     return value
+
+
+def _json_names(arguments: list[str]) -> tuple[str, ...]:
+    value = _json(arguments)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f'JSON: {shown(arguments[0])} is not a JSON list of names; write it as ["a","b"].')
+    return tuple(value)
 
 
 JsonDict = Annotated[
@@ -61,24 +72,24 @@ JsonDict = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=lambda given: _json(given, dict, "a JSON object; write it in braces"),
+        instance_from_str=_json_object,
         is_instance=lambda value: value is None or isinstance(value, dict),
         str_from_instance=lambda value: [json.dumps(value)],
     ),
 ]
 """A field that is a JSON object, both as a flag and in a recipe."""
 
-JsonNames = Annotated[
-    tuple[str, ...] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda given: tuple(_json(given, list, 'a JSON list of names, such as ["a","b"]')),
-        is_instance=lambda value: value is None or isinstance(value, tuple),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
+_NAMES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=_json_names,
+    is_instance=lambda value: value is None or isinstance(value, tuple),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
+JsonNames = Annotated[tuple[str, ...], _NAMES]
 """A field that is a JSON list of names, both as a flag and in a recipe."""
+GivenNames = Annotated[tuple[str, ...] | None, _NAMES]
+"""The same of a field that may also not be given."""
 
 
 def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] | None = None) -> C:

@@ -251,7 +251,7 @@ def product_of(name: str) -> str:
     """The product in a device's name as torch gives it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
     words = name.replace("-PCIE-", " PCIe ").removeprefix("NVIDIA ").removeprefix("GeForce ").replace("-", " ").split()
     # The size and kind of the memory come before PCIe in some names and after it in others.
-    variants = r"SXM\d|HBM\d\w?|\d+GB|Blackwell|(Workstation|Server)|Edition"
+    variants = r"SXM\d|HBM\d\w?|\d+GB|Blackwell|Workstation|Server|Edition"
     return " ".join(word for word in words if not re.fullmatch(variants, word))
 
 

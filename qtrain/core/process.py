@@ -127,7 +127,7 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
         _check_working_directory()
         _run(main)
     except Restart as error:
-        print(f"{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         sys.stdout.flush()
         # Not a child: the memory of the GPU is free only once this process image is gone.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.flags])

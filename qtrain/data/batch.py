@@ -86,4 +86,5 @@ class Batch(TensorBatch):
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:
     """`values` padded to `length` by repeating the last one."""
+    # The last document goes on: no id of its own for padding.
     return values if len(values) == length else np.pad(values, (0, length - len(values)), mode="edge")

@@ -34,7 +34,7 @@ def open_decompressed(path: Path, max_bytes: int | None = None) -> BinaryIO:
 def bounded_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1 on. Raises OSError for one longer than MAX_RECORD."""
     number = 0
-    while line := stream.readline(MAX_RECORD + 1):
+    while line := stream.readline(MAX_RECORD + 1):  # one more byte tells a line that is too long
         number += 1
         if len(line) > MAX_RECORD:
             raise OSError(errno.EFBIG, f"line {number} is longer than {MAX_RECORD:,} bytes; divide it")
@@ -55,7 +55,7 @@ class _Checked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
+        data = self._file.read(len(buffer))  # may be less than asked for, and is empty at the end only
         self.check(data)
         buffer[: len(data)] = data  # a buffer may be longer than what is left
         return len(data)
@@ -77,6 +77,7 @@ class _Bounded(_Checked):
         if self._read > MAX_DOCUMENT and self._limit is None:
             from qtrain.core.hardware import host_memory  # imports torch
 
+            # Decoded, a file takes more memory than its bytes: half of it leaves room for that.
             self._limit = max(MAX_DOCUMENT, (host_memory() or 0) // 2)
         if self._limit is not None and self._read > self._limit:
             raise OSError(
@@ -103,7 +104,7 @@ class _BoundedLines(_Checked):
 
     def check(self, data: bytes) -> None:
         if self._is_list is None:
-            self._is_list = data.lstrip().startswith(b"[")
+            self._is_list = data.lstrip().startswith(b"[")  # told by the first bytes alone
         newline = data.rfind(b"\n")
         # Bytes since the last newline: of lines that end within `data` only the first could be longer, by a buffer.
         self._line = self._line + len(data) if newline < 0 else len(data) - newline - 1
@@ -138,7 +139,7 @@ def register_openers() -> None:
     endings = {"gzip": "gz", "bz2": "bz2", "xz": "xz", "lzma": "xz", "zstd": "zst"}
     for name, ending in endings.items():
         opener = compr.get(name, _open_zstd)
-        if not isinstance(opener, functools.partial):  # not registered yet
+        if not isinstance(opener, functools.partial):  # not registered yet  # a second call would wrap the wrapper
             register_compression(name, functools.partial(_open_lines, opener), ending, force=True)
 
 

@@ -123,6 +123,7 @@ def stdlib_files(flag: str) -> list[TextFile]:
     kept = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]  # not walked into
+        # Sorted below: os.walk's order is the file system's.
         kept += [Path(folder, name) for name in names if name.endswith(".py")]
     if not kept:
         raise UserError(f"{flag}: {STDLIB}: this Python has no .py files at {root}; give other files.")

@@ -91,7 +91,7 @@ class PrefetchThread(Generic[T]):
         with contextlib.suppress(queue.Empty):  # a thread that waits for room goes on, and ends
             while True:
                 self._queue.get_nowait()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=10)  # it may be in a read of the network: the process may end without it
 
 
 class PrefetchProcess(PrefetchThread[Item]):
@@ -246,7 +246,7 @@ def batches(stream: Stream, micro_batch_size: int, rank: int = 0, ranks: int = 1
             # Samples of lower ranks, its own, samples of higher ranks.
             stream.skip(rank * micro_batch_size)
             samples = [stream.next_sample() for _ in range(micro_batch_size)]
-            stream.skip((ranks - 1 - rank) * micro_batch_size)
+            stream.skip((ranks - 1 - rank) * micro_batch_size)  # all ranks' positions are the same
         except StopIteration:
             return
         yield Batch.of(samples), stream.position()

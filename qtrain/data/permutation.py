@@ -33,7 +33,7 @@ def hash64(*parts: int) -> int:
 
 def uniform(*parts: int) -> float:
     """A uniform number in [0, 1) that depends on `parts` alone."""
-    return (hash64(*parts) >> 11) * 2.0**-53
+    return (hash64(*parts) >> 11) * 2.0**-53  # 53 bits: every value is exact in fp64
 
 
 class Permutation:

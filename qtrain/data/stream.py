@@ -135,6 +135,7 @@ def checked_tokenizer(name: str, ctx: StreamContext, flag: str) -> Tokenizer:
     else:
         tokenizer = load_tokenizer(name, flag)
         check_same_tokenizer(ctx, name, tokenizer.fingerprint(), flag)
+    # Documents follow each other without a gap: the end token alone tells them apart.
     if tokenizer.eos_id is None:
         raise UserError(f"{flag}: the tokenizer {name!r} names no end-of-text token, which separates documents.")
     if ctx.vocab_size is not None and tokenizer.vocab_size > ctx.vocab_size:
@@ -160,7 +161,7 @@ def check_kind(position: Any, like: Any, flag: str) -> None:
         for key in like.keys() & position.keys():
             check_kind(position[key], like[key], flag)
     elif isinstance(like, list) and isinstance(position, list):
-        for inner, like_inner in zip(position, like, strict=False):
+        for inner, like_inner in zip(position, like, strict=False):  # a mix checks its own number of components
             check_kind(inner, like_inner, flag)
     elif isinstance(like, int) and not (isinstance(position, int) and position >= 0):
         raise UserError(f"{flag}: cannot resume: the checkpoint's data position has {shown(position)} for a count.")
@@ -205,5 +206,5 @@ def eval_batches(
             f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
             "smaller --seq_len."
         )
-    starts = range(0, len(samples), micro_batch_size)
+    starts = range(0, len(samples), micro_batch_size)  # the last batch may be smaller
     return EvalWindows([Batch.of(samples[start : start + micro_batch_size]) for start in starts], len(samples))

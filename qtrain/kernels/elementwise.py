@@ -31,7 +31,7 @@ def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     total = tl.load(total_ptr + at, inside)
-    for row in tl.static_range(ROWS):
+    for row in tl.static_range(ROWS):  # unrolled: all loads are in flight before the first sum
         total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
     tl.store(total_ptr + at, total, inside)
 
@@ -45,6 +45,7 @@ def launch_add_in_order(total: Tensor, terms: Tensor) -> None:
 
 def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
     """total [L] fp32 += terms, [R, L] or R tensors of [L], in place, one after the other. Returns `total`."""
+    # The definition otherwise, with the same bits.
     if total.is_cuda and isinstance(terms, Tensor) and terms.is_contiguous() and len(terms) <= 64:
         launch_add_in_order(total, terms)
     else:

@@ -6,13 +6,15 @@ from qtrain.models.adapters.peft_format import as_lora, load_adapter, save_adapt
 from qtrain.models.build import build_model, empty_model
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.vision import VisionCost, vision_cost
-from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
+from qtrain.models.execution import apply_recompute, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.greedy_decode import answer, rows_at_once
 from qtrain.models.hf.io import export_hf, generation_config
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
+from qtrain.models.native.recompute import KINDS as RECOMPUTE_KINDS
+from qtrain.models.native.recompute import SETS as RECOMPUTE_SETS
 from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.vision import (
     build_vision_model,
@@ -27,7 +29,8 @@ from qtrain.models.vision import (
 )
 
 __all__ = [
-    "RECOMPUTE_MODES",
+    "RECOMPUTE_KINDS",
+    "RECOMPUTE_SETS",
     "AdaptedOriginal",
     "Decoder",
     "Lora",
@@ -38,7 +41,7 @@ __all__ = [
     "VisionCost",
     "add_lora",
     "answer",
-    "apply_activation_checkpointing",
+    "apply_recompute",
     "as_lora",
     "build_model",
     "build_vision_model",

@@ -1,23 +1,17 @@
 """How a built model runs: what backward recomputes, then what is compiled."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
-from qtrain.core.errors import unknown_name
 from qtrain.kernels.autotune import kernels_checksum
-
-RECOMPUTE_MODES = {
-    "none": "keep every activation that backward reads",
-    "selective": "keep products and attention, recompute norms, activations and quantization",
-    "full": "keep each layer's input, recompute the layer",
-}
+from qtrain.models.native.recompute import as_kinds
 
 
-def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
-    """Set what each layer's backward recomputes (`RECOMPUTE_MODES`). Gradients are the same in every mode."""
-    if mode not in RECOMPUTE_MODES:
-        raise unknown_name("--activation_checkpointing", "mode", mode, RECOMPUTE_MODES)
-    model.set_recompute(mode)
+def apply_recompute(model: nn.Module, kinds: Iterable[str]) -> None:
+    """Set what each layer's backward recomputes (`recompute.KINDS`). Gradients are the same whatever it is."""
+    model.set_recompute(as_kinds(kinds))
 
 
 def compile_layers(model: nn.Module) -> None:

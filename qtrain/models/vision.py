@@ -1,6 +1,7 @@
 """Vision models of timm, built, run and exported in timm's format. timm is imported only when it is needed."""
 
 import contextlib
+import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qtrain.core.errors import UserError, first_line, missing_package, nearest
 from qtrain.core.hub import reaching_hub
 from qtrain.models.execution import tag_compile_caches
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
-from qtrain.models.native.selective_recompute import selective_contexts
+from qtrain.models.native.recompute import Region, selective_contexts
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -132,25 +132,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> None:
-    """Set what backward recomputes (`RECOMPUTE_MODES`) in each repeated block. UserError if there are none."""
+    """Set what backward recomputes (`recompute.SETS`) in each repeated block. UserError if there are none."""
     if mode == "none":
         return
     blocks = repeated_blocks(model)
     if not blocks:
         raise UserError(f"--activation_checkpointing: {type(model).__name__} has no repeated blocks; use none.")
+    region = Region(selective_contexts if mode == "selective" else None, random=True)
     for block in blocks:
-        block.forward = _recomputed(block.forward, mode)
-
-
-def _recomputed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
-    contexts = {"context_fn": selective_contexts} if mode == "selective" else {}
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
-
-    return run
+        block.forward = functools.partial(region, block.forward)
 
 
 def compile_vision(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ class AdamW(LowBitSpec):
     """format of the second moment"""
     block: Literal[0, 64, 128, 256, 512, 1024] = 0
     """elements that share a scale in 8-bit and 4-bit states; 0: the default of the format"""
-    master: Literal["none", "fp32"] = "none"
+    master: Literal["none", "fp32"] = "none"  # +4 bytes a parameter
     """keep an fp32 master copy of bf16 weights"""
 
     optimizer: ClassVar = AdamWOptimizer

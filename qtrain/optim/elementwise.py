@@ -164,6 +164,7 @@ class LowBitOptimizer(PartitionedOptimizer):
             self.index_of[p] = len(self.index_of)
             placements = p.placements if isinstance(p, DTensor) else ()
             if not all(isinstance(x, Replicate) or x == Shard(0) for x in placements):
+                # Blocks of a state lie along rows.
                 raise UserError("--optim: a parameter is sharded along another dimension than its rows.")
             if p.dtype not in (torch.float32, torch.bfloat16):
                 raise UserError(f"--optim: a parameter is {p.dtype}; weights are fp32 or bf16.")
@@ -179,7 +180,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         partition = self._built_updates()[index]
         for group in partition.groups:
             partition.update.set_hyper(group, self.hyper(self.param_groups[group]))
-        partition.update.step(grads, self.grad_scale)
+        partition.update.step(grads, self.grad_scale)  # clipping is a factor of what the kernel reads
 
     def record_amax(self, parameter: Tensor) -> WeightAmax | None:
         stored = isinstance(parameter.data, LowBitWeight)
@@ -237,6 +238,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         master = local(state[MASTER]) if self._has_master(p) else None
         weight = local(p.data) if isinstance(p, DTensor) else p.detach()
         step, amax = state.get("step"), self._amax.get(p)
+        # Ranks hold different elements: each rank's parameters have numbers of their own.
         number = self.index_of[p] + self.placement(p).rng_offset
         return Slot(weight, tuple(states), step, number, group, master, self.first_element(p), amax)
 
@@ -281,7 +283,7 @@ class LowBitOptimizer(PartitionedOptimizer):
             expected: StateShapes = {"step": ((), torch.float32)}
             for state in self.STATES:
                 format = saved_format(saved, state)
-                if format.block and format.signed != self.signed[state]:
+                if format.block and format.signed != self.signed[state]:  # a code means another value then
                     raise ValueError(f"{state} is in {format.id}")
                 tensors = format.parts(parameter.shape)
                 expected |= {key: tensors[kind] for kind, key in state_keys(state, format).items()}

@@ -91,8 +91,8 @@ class GaLoreOptimizer(MatrixOptimizer):
         wide = gradients.shape[1] < gradients.shape[2]  # the smaller side is projected
         oriented = gradients.mT if wide else gradients  # [B, larger side, smaller side]
         projections = self._projections(group, matrices, oriented)
-        steps = self._adam(group, matrices, oriented @ projections.mT)
-        found = steps.to(oriented.dtype) @ projections
+        steps = self._adam(group, matrices, oriented @ projections.mT)  # [B, larger side, rank]
+        found = steps.to(oriented.dtype) @ projections  # [B, larger side, smaller side]
         return found.mT if wide else found
 
     def _adam(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:

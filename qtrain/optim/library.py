@@ -93,6 +93,7 @@ class OptimizerLibrary:
         cls, where = classes[class_name], f"{flag} ({name})"
         options = _checked_options(cls, options, where)
         try:
+            # What the signature does not tell: ranges, combinations.
             cls([torch.nn.Parameter(torch.zeros(4, 4))], lr=1e-3, **options)
         except Exception as error:
             raise UserError(f"{where}: these options are not allowed: {error}.") from None

@@ -148,6 +148,7 @@ class MatrixOptimizer(PartitionedOptimizer):
             # On the device: incremented by a launch that a CUDA graph can capture.
             group["step"] = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
         self.seed, self.sr, self._rest_lr_scale = seed, sr, rest_lr_scale
+        # Over all groups: one number per parameter.
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
         self._rest = rest(others) if others else None
         if self._rest is not None:  # shared groups and states: saved, restored and scheduled as one optimizer
@@ -159,7 +160,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         super().partition(partitions)
         self._batches = self._make_batches()
         if self._rest is not None:
-            others = set(self._rest.parameters())
+            others = set(self._rest.parameters())  # partitions have both kinds, each optimizer its own
             self._rest.partition([[p for p in members if p in others] for members in partitions])
 
     def _make_batches(self) -> list[list[MatrixBatch]]:
@@ -205,8 +206,10 @@ class MatrixOptimizer(PartitionedOptimizer):
         gradients = torch.stack([p.grad for p in trained])  # [B, R, C] in the weights' dtype
         if self.grad_scale is not None:
             gradients *= self.grad_scale
+        # Contiguous: transposed directions would be copied one by one by the update.
         updates = iter(self._by_projections(group, trained, gradients).contiguous().unbind(0))
         batch.apply.steps.copy_(group["step"] - 1)  # also right after a resume
+        # Launches only where a value has changed.
         batch.apply.set_hyper(0, {"lr": group["lr"], "weight_decay": group["weight_decay"]})
         batch.apply.step([None if p.grad is None else next(updates) for p in batch.parameters])
 
@@ -216,6 +219,7 @@ class MatrixOptimizer(PartitionedOptimizer):
             return self.directions(group, [(p, 0) for p in parameters], gradients)
         found = torch.empty_like(gradients, dtype=torch.float32)  # [B, R, C]; every row belongs to one projection
         for rows, projections in equal_projections(self.projections_of(group, parameters[0])).items():
+            # [projections * B, rows, C]
             stacked = torch.cat([gradients[:, start : start + rows] for _, start in projections])
             matrices = [(p, index) for index, _ in projections for p in parameters]
             updates = self.directions(group, matrices, stacked).split(len(parameters))

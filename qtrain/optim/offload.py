@@ -175,7 +175,7 @@ class OffloadedUpdate:
         # Three streams: in, compute, out. Bucket i + 1 arrives and i - 1 returns while i is updated.
         computing = torch.cuda.current_stream()
         self._in.wait_stream(self._out)  # the last step may still be copying a bucket back
-        self._in.wait_stream(computing)
+        self._in.wait_stream(computing)  # gradients and weights of this step are ready there
         returned = [torch.cuda.Event() for _ in self._buckets]
         for index, bucket in enumerate(self._buckets):
             with torch.cuda.stream(self._in):

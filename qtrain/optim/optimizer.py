@@ -125,6 +125,7 @@ class ResumableOptimizer(Optimizer):
             for p, index in zip(group["params"], other["params"], strict=True)
         }
         names = {p: f"parameter {index}" for p, index in index_of.items()}
+        # Tensors are replaced, not written: a shallow copy is enough.
         before = dict(self.state)  # restored if a later parameter's state does not fit
         try:
             self.state.clear()
@@ -140,7 +141,7 @@ class ResumableOptimizer(Optimizer):
             for key, value in other.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].copy_(torch.as_tensor(value))  # in place: kernels and CUDA graphs hold its address
-                elif key != "params":
+                elif key != "params":  # options, such as the learning rate
                     group[key] = value
 
     def _load_state(self, p: Tensor, name: str, state: Mapping[str, Any]) -> None:

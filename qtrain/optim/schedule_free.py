@@ -80,7 +80,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         rate = group["lr"] * (1 - group["betas"][1] ** group["k"]).sqrt()
         torch.maximum(group["lr_max"], rate, out=group["lr_max"])
         weight = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
-        group["weight_sum"] += weight
+        group["weight_sum"] += weight  # fp64: a sum over all steps, of which a share is taken
         return rate, torch.where(weight > 0, weight / group["weight_sum"], 0.0)  # an lr of 0 has no weight
 
     def _step_chunk(self, group: dict[str, Any], chunk: _Chunk, rate: Tensor, share: Tensor) -> None:

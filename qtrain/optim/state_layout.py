@@ -101,7 +101,7 @@ def first_of_shard(p: Tensor) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0
+    return offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0  # first row * columns
 
 
 def as_sharded(value: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -122,6 +122,7 @@ def saved_format(saved: Mapping[str, tuple[Any, torch.dtype]], state: str) -> St
         if plain is None:
             raise ValueError(f"{state} is {saved[state][1]}")
         return parse_format(plain)
+    # exp_avg.int8_256.codes -> int8_256.
     ids = {key.split(".")[1] for key in saved if key.startswith(f"{state}.") and key.count(".") == 2}
     if len(ids) != 1:
         raise ValueError(f"{state} is in {len(ids)} formats")
@@ -135,6 +136,7 @@ def plausible(tensors: Mapping[str, Tensor], format: StateFormat, signed: bool) 
     if not values.numel():
         return True
     low, high = (float(x) for x in values.float().aminmax())  # propagates NaN
+    # A negated scale marks a block of squares.
     may_be_negative = (format.name == "fp8" and not format.signed) or (not format.block and signed)
     finite = abs(low) < float("inf") and abs(high) < float("inf")
     if format.name == "fp8":

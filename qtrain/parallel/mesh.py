@@ -71,6 +71,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
+        # Tensor ranks are neighbors: NVLink carries most bytes.
         return rank() // self.tp if self.device_mesh is not None else 0
 
     @property
@@ -112,6 +113,11 @@ class Mesh:
         )
 
 
+def divisors(number: int) -> str:
+    """Of a positive number, for messages."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
 def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
     """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves beside --tp. Raises
     UserError."""
@@ -120,9 +126,9 @@ def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tup
             auto = "" if flag == "--tp" else ", or 0 for automatic"
             raise UserError(
                 f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
-                f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}{auto}."
+                f"allowed: {divisors(world)}{auto}."
             )
-    data = world // tp
+    data = world // tp  # ranks that read data of their own
     given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
     product = (dp_replicate or 1) * (dp_shard or 1)
     if data % product or (dp_replicate and dp_shard and product != data):
@@ -140,9 +146,9 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     replicate x shard ranks holds all of them. UserError where groups cross the borders of shard groups."""
     world = replicate * shard
     if world % ep:
-        allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
         readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
-        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {allowed}.")
+        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {divisors(world)}.")
+    # A group of ranks with all experts lies inside a shard group, or consists of whole ones.
     if shard % ep and ep % shard:
         raise UserError(
             f"--ep: {ep} neither divides the {shard} processes of --dp_shard nor is a multiple of them; choose "
@@ -196,6 +202,7 @@ def _machines(dp_size: int, tp: int, device_type: str) -> Machines | None:
         return None
     (processes,) = per_rank
     ranks = processes // tp
+    # One data rank a machine, one machine, unequal ones, or a tensor group across several: nothing to add first.
     if ranks <= 1 or processes % tp or ranks == dp_size or dp_size % ranks:
         return None
     shape, names = (dp_size // ranks, ranks, tp), ("machine", "neighbor", "part")

@@ -23,6 +23,7 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_row
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
@@ -87,9 +88,10 @@ def _adapters(a: Tensor | None, b: Tensor | None, adapted: AdaptedArguments, dty
         return None
     rank = b.shape[1]
     if missing := padded_rank(rank) - rank:
+        # Rows of zeros in each A, columns of zeros in each B: the products are unchanged.
         a = F.pad(a.view(adapted.linear.groups.count, rank, -1), (0, 0, 0, missing)).flatten(0, 1)
         b = F.pad(b, (0, missing))
-    return Adapters(a.to(dtype), (adapted.scale * b).to(dtype), rank)
+    return Adapters(a.to(dtype), (adapted.scale * b).to(dtype), rank)  # scaled in fp32, then rounded once
 
 
 def _multiply(rows: Tensor, matrices: Tensor, groups: TokenPermutation) -> Tensor:
@@ -97,7 +99,7 @@ def _multiply(rows: Tensor, matrices: Tensor, groups: TokenPermutation) -> Tenso
 
 
 def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    return rows if mask is None else rows * mask / (1 - dropout)
+    return rows if mask is None else rows * mask / (1 - dropout)  # the mean of what A reads is unchanged
 
 
 def _forward(
@@ -105,12 +107,12 @@ def _forward(
 ) -> tuple[Tensor, SavedRows]:
     """The output [R, N] for rows [R, K]."""
     linear, dropout, mask = adapted.linear, adapted.dropout, None
-    y = linear.multiply("output", linear.quantize("x", rows, _ROWS).rows, weight, rows.dtype)
+    y = linear.multiply("output", quantize_operands(rows, linear.request("x", _ROWS)).rows, weight, rows.dtype)
     if adapters is None:
         return y, SavedRows()
     if dropout:
         mask = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - dropout)
-    rows_a = _multiply(_dropped(rows, mask, dropout), adapters.a, linear.groups)
+    rows_a = _multiply(_dropped(rows, mask, dropout), adapters.a, linear.groups)  # [R, r]
     return y + _multiply(rows_a, adapters.b, linear.groups), SavedRows(rows_a, mask)
 
 
@@ -119,9 +121,10 @@ def _adapters_backward(
 ) -> AdapterGradients:
     """dy [R, N], rows [R, K]."""
     groups, rank = adapted.linear.groups, adapters.rank
-    drows_a = _multiply(dy, adapters.b.t(), groups)
+    drows_a = _multiply(dy, adapters.b.t(), groups)  # [R, r]
+    # fp32 [E, r, K], flat.
     da = k_grouped_plain_mm(drows_a.t(), _dropped(rows, kept.mask, adapted.dropout).t(), groups.starts, torch.float32)
-    db = k_grouped_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)
+    db = k_grouped_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)  # fp32 [E * N, r]
     return AdapterGradients(
         drows_a, da.unflatten(0, (groups.count, -1))[:, :rank].flatten(0, 1), adapted.scale * db[:, :rank]
     )
@@ -137,7 +140,7 @@ def _rows_backward(
 ) -> Tensor:
     """The gradient of the rows [R, K]."""
     linear = adapted.linear
-    drows = linear.multiply("grad_input", linear.quantize("dy", dy, _ROWS).rows, weight, dy.dtype)
+    drows = linear.multiply("grad_input", quantize_operands(dy, linear.request("dy", _ROWS)).rows, weight, dy.dtype)
     if adapters is None:
         return drows
     return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, adapted.dropout))
@@ -163,7 +166,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         groups, up_part, down_part = up.linear.groups, up.linear.weight, down.linear.weight
         rows = gather_rows(x, groups.token_of_row)
         gate_up, up_kept = _forward(rows, codes_or(up_part.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
-        h = activation(gate_up, None)
+        h = activation(gate_up, None)  # [R, I]; not saved: backward computes it again from gate_up
         y, down_kept = _forward(h, codes_or(down_part.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
         columns = codes_or(up_part.columns, w_up), codes_or(down_part.columns, w_down)
         x_kept = None if a_up is None else x
@@ -189,6 +192,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         if needs_dx or needs_dweights or a_up is not None:
             dh = _rows_backward(dy, down_part.rows_a, w_down, adapters, kept_down, down)
             del dy
+            # <dh, h> of each row: the gradient of its route's weight, without the output y.
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)
         if needs_dweights:

@@ -1,34 +1,17 @@
 """What the autograd functions of a linear are given besides x, weight and bias, and how they save operands."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.gather_rows import GatheredRows
-from qtrain.kernels.swiglu.quantize import activation_dots
-from qtrain.quant.execute import OperandRequest, multiply, quantize_operands, quantize_swiglu_operands
-from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, SwiGLUOperands, TensorName
-from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
-
-
-class Exchange(Protocol):
-    """What the processes that share a linear add to it; a linear of one process has none."""
-
-    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
-        """Whether operands of the tensor `name` depend on rows that other processes hold."""
-
-    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
-        """`quantize_operands` of a tensor that this covers, given the rows of this process."""
-
-    def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
-        """In backward: what `grad_weight` reads of all `rows` of x, from the operand that forward saved."""
-
-    def reduce_dx(self, dx: Tensor) -> Tensor:
-        """The gradient of this process's rows of x, from a term of that of all rows."""
+from qtrain.quant import gemm_table, grouped_table
+from qtrain.quant.execute import Exchange, OperandRequest
+from qtrain.quant.scheme import LowBitScheme, applies
+from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
+from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
 
 
 class LinearArguments(NamedTuple):
@@ -51,30 +34,17 @@ class LinearArguments(NamedTuple):
         return None if self.groups is None else BlockGroups(self.groups.group_of_block, self.groups.count)
 
     def request(self, name: TensorName, needs: NeedsOperand) -> OperandRequest:
-        return OperandRequest(name, needs, self.key, self.x_scale if name == "x" else self.dy_scale, self.block_groups)
-
-    def quantize(self, name: TensorName, t: Tensor | GatheredRows, needs: NeedsOperand) -> Operands:
-        """The operands of x [M, K] or dy [M, N]."""
-        if self._exchanges(name, needs):
-            return self.exchange.quantize(self.scheme, t, self.request(name, needs))
-        return quantize_operands(self.scheme, t, self.request(name, needs))
-
-    def quantize_swiglu(
-        self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand, router_dots: bool = False
-    ) -> SwiGLUOperands:
-        """`quantize_swiglu_operands`."""
-        request = self.request(name, needs)
-        if self._exchanges(name, needs):
-            t, dots = activation_dots(x, dy, router_dots)
-            return SwiGLUOperands(self.exchange.quantize(self.scheme, t, request), dots)
-        return quantize_swiglu_operands(self.scheme, x, dy, request, router_dots)
-
-    def _exchanges(self, name: TensorName, needs: NeedsOperand) -> bool:
-        return self.exchange is not None and self.exchange.covers(self.scheme, name, needs)
+        """For the operands of x [M, K] or dy [M, N]."""
+        delayed = self.x_scale if name == "x" else self.dy_scale
+        return OperandRequest(self.scheme, name, needs, self.key, delayed, self.block_groups, self.exchange)
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """The product of a GEMM, of each group with its own matrix if there are groups."""
-        return multiply(self.scheme, gemm, a, b, dtype, bias, self.groups)
+        """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`. With
+        groups, the rows of each are multiplied with its own matrix of w [groups * N, K], or give that of dw."""
+        fast_accum = applies(self.scheme.fast_accum, gemm)  # of FP8 only; other products ignore it
+        if self.groups is None:
+            return gemm_table.multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
+        return grouped_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)
 
 
 def codes_or(operand: Operand | None, weight: Tensor) -> Operand:

@@ -41,8 +41,10 @@ class AmaxHistory:
         amax = torch.cat(self._seen).view(-1, 2)
         if reduce is not None:
             reduce(amax)
+        # A step with an Inf or NaN leaves no trace: its scale would make zeros of the steps that follow.
         amax = torch.where(amax.isfinite(), amax, 0.0)
         rolled = torch.cat([amax[..., None], self.history[..., :-1]], dim=-1)
+        # Linears that saw no data, such as experts without tokens, keep their history.
         self.history.copy_(torch.where((amax > 0)[..., None], rolled, self.history))
         largest = self.history.amax(dim=-1)
         scales = [
@@ -50,5 +52,6 @@ class AmaxHistory:
             for column, fmt in zip(largest.unbind(dim=1), self._formats, strict=True)
         ]
         scales = torch.where(largest > 0, torch.stack(scales, dim=1), 0.0)
+        # In place: forward and backward, perhaps recorded in a CUDA graph, read these buffers.
         torch._foreach_copy_(self._scales, list(scales.flatten().split(1)))
         torch._foreach_zero_(self._seen)

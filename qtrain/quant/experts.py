@@ -20,6 +20,7 @@ from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weig
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
@@ -49,7 +50,9 @@ class ExpertsFunction(torch.autograd.Function):
         groups: TokenPermutation = up.groups
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        rows = up.quantize("x", GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
+        # Codes of the sorted rows [R, C] are computed from x [T, C] as it is read.
+        request = up.request("x", NeedsOperand(True, needs.up))
+        rows = quantize_operands(GatheredRows(x, RowIndex(groups.token_of_row)), request)
         y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp, ctx.weights = saved._replace(operands=()), weights
@@ -59,13 +62,14 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         needs_dx, needs_dweights, needs_dup, needs_ddown = ctx.needs_input_grad[:4]
         groups: TokenPermutation = ctx.mlp.up.groups
+        # dy of a row is weight * dout of its token: also never in memory where codes alone are read.
         dy = GatheredRows(dout, RowIndex(groups.token_of_row, weights_of_rows(ctx.weights, groups)))
         saved = ctx.mlp._replace(operands=saved_operands(ctx))
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         gradients = mlp_backward(saved, dy, needs, router_dots=needs_dweights)
         dx = dweights = None
         if needs_dx:
-            dx = combine_rows(gradients.x, None, groups.row_of_topk)
+            dx = combine_rows(gradients.x, None, groups.row_of_topk)  # the k rows of a token, added in fp32
         if needs_dweights:
             dweights = route_weight_grad(gradients.router_dots, ctx.weights, groups.row_of_topk)
         return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None

@@ -20,6 +20,7 @@ def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     for name, tensor in model.state_dict().items():
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, LowBitLinear) and name.rpartition(".")[2] == "weight":
+            # Bound as a default: a closure over the loop's variable would export the last linear for all.
             exported[name] = lambda owner=owner: exported_weight(owner)
         else:
             exported[name] = lambda tensor=tensor: tensor

@@ -17,6 +17,7 @@ from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.quantize.mx import mx_mm
+from qtrain.kernels.quantize.nf4_to_8bit import nf4_to_8bit
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
@@ -44,6 +45,7 @@ def _blockwise(
 
 
 def _int4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    # Two codes a byte; an odd K is padded with a zero code, which adds nothing.
     y = scaled_int4_mm(a.codes, b.codes, a.scale, b.scale, 2 * a.codes.shape[1], dtype)
     return y if bias is None else y.add_(bias)
 
@@ -54,6 +56,7 @@ def _mx(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor
 
 def _nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """Emulated: a code times a block scale has 6 significant bits, so dequantizing to bf16 is exact."""
+    # The tensor scales are left out of the operands: in bf16 they would cost the exactness.
     y = F.linear(a.dequantize(dtype), b.dequantize(dtype)).float() * (a.tensor_scale * b.tensor_scale)
     return (y if bias is None else y + bias).to(dtype)
 
@@ -85,23 +88,28 @@ PRODUCTS = by_formats(_ROWS)
 """The product of each (format of a, granularity of a, format of b, granularity of b)."""
 
 
-def find_product(a: OperandFormat, b: OperandFormat) -> Product:
-    """The product of K-major operands in these formats."""
-    return PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
-
-
 def multiply(
     gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast_accum: bool = True
 ) -> Tensor:
     """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        return find_product(a.format, b.format)(a, b, dtype, bias, fast_accum)
+        if b.format.fmt == "nf4":
+            b = _nf4_in_8_bits(gemm, a, b)
+        key = a.format.fmt, a.format.granularity, b.format.fmt, b.format.granularity
+        return PRODUCTS[key](a, b, dtype, bias, fast_accum)
+    # dy in high precision, w stored in low bits.
     if gemm == "grad_input" and isinstance(b, QuantizedTensor):
         b = _read_after(a, b)
     a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "output":
-        return F.linear(a, b, bias)
-    return a @ b if gemm == "grad_input" else a.t() @ b
+        return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
+    return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
+
+
+def _nf4_in_8_bits(gemm: Gemm, a: QuantizedTensor, w: QuantizedTensor) -> QuantizedTensor:
+    """The codes of w in a's format, K-major, of which this product alone has use: w is frozen, and stays in 4 bits."""
+    codes, scale = nf4_to_8bit(w.codes, w.scale, 2 * w.codes.shape[1], a.format.fmt, gemm == "grad_input")
+    return QuantizedTensor(codes, scale, OperandFormat(a.format.fmt, "rowwise"))
 
 
 def _read_after(dy: Tensor, w: QuantizedTensor) -> QuantizedTensor:

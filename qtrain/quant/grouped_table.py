@@ -8,7 +8,8 @@ The rows of the table multiply K-major codes, as in `gemm_table.py`. Any other p
 high precision.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,88 +23,61 @@ from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, by_formats
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 
-
-class RowsProduct(Protocol):
-    """Rows of a [R, K] times their group's matrix of b."""
-
-    def __call__(
-        self, a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-    ) -> Tensor: ...
+Product = Callable[[QuantizedTensor, QuantizedTensor, TokenPermutation, torch.dtype, bool], Tensor]
+"""(a, b, groups, dtype, fast_accum) -> the product in dtype."""
 
 
 class GroupedProducts(NamedTuple):
-    """The products of two operand formats: `output` and `grad_input`, and `grad_weight`."""
+    """The products of two operand formats."""
 
-    rows: RowsProduct
-    sums: RowsProduct
-
-
-def _rows_scaled(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return m_grouped_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum)
+    rows: Product
+    """`output`, `grad_input`: rows of a [R, K] times their group's matrix of b."""
+    sums: Product
+    """`grad_weight`: of each group, the sum over its own columns of a [N, R] and b [K, R]."""
 
 
-def _sums_scaled(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return k_grouped_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype, fast_accum)
+# Scales per row and per tensor: factors of the whole sum, applied in the epilogue.
+_SCALED = GroupedProducts(
+    lambda a, b, g, dtype, fast: m_grouped_mm(
+        a.codes, b.codes, a.scale, b.scale, g.group_of_block, g.starts, dtype, fast
+    ),
+    lambda a, b, g, dtype, fast: k_grouped_mm(a.codes, b.codes, a.scale, b.scale, g.starts, dtype, fast),
+)
+# Block scales are applied to the fp32 partial sum of each block: there is no other accumulator to choose.
+_BLOCKWISE = GroupedProducts(
+    lambda a, b, g, dtype, _: m_grouped_blockwise_mm(
+        a.codes, b.codes, a.scale, b.scale, *_blocks(a, b), g.group_of_block, g.starts, dtype
+    ),
+    lambda a, b, g, dtype, _: k_grouped_blockwise_mm(
+        a.codes, b.codes, a.scale, b.scale, *_blocks(a, b), g.starts, dtype
+    ),
+)
+# Unpacked to INT8 first, whose sums are exact.
+_PACKED = GroupedProducts(
+    lambda a, b, g, dtype, _: m_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, g.group_of_block, g.starts, dtype),
+    lambda a, b, g, dtype, _: k_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, g.starts, dtype),
+)
+# Dequantizing to bf16 is exact: a code times a block scale has at most 8 significant bits.
+_EMULATED = GroupedProducts(
+    lambda a, b, g, dtype, _: _times_tensor_scales(
+        m_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), g.group_of_block, g.starts), a, b
+    ),
+    lambda a, b, g, dtype, _: _times_tensor_scales(
+        k_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), g.starts, dtype), a, b
+    ),
+)
 
 
-def _rows_blockwise(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    blocks = a.format.granularity, b.format.granularity
-    return m_grouped_blockwise_mm(
-        a.codes, b.codes, a.scale, b.scale, *blocks, groups.group_of_block, groups.starts, dtype
-    )
-
-
-def _sums_blockwise(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    blocks = a.format.granularity, b.format.granularity
-    return k_grouped_blockwise_mm(a.codes, b.codes, a.scale, b.scale, *blocks, groups.starts, dtype)
-
-
-def _rows_int4(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return m_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype)
-
-
-def _sums_int4(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return k_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype)
-
-
-def _rows_emulated(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """Dequantizing to bf16 is exact: a code times a block scale has at most 8 significant bits."""
-    y = m_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.group_of_block, groups.starts)
-    return _times_tensor_scales(y, a, b)
-
-
-def _sums_emulated(
-    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return _times_tensor_scales(
-        k_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.starts, dtype), a, b
-    )
+def _blocks(a: QuantizedTensor, b: QuantizedTensor) -> tuple[str, str]:
+    return a.format.granularity, b.format.granularity
 
 
 def _times_tensor_scales(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    if a.tensor_scale is None or b.tensor_scale is None:
+    if a.tensor_scale is None or b.tensor_scale is None:  # MXFP8 has none; NVFP4's are one a tensor, in fp32
         return y
     return (y.float() * (a.tensor_scale * b.tensor_scale)).to(y.dtype)
 
 
-_SCALED = GroupedProducts(_rows_scaled, _sums_scaled)
-_BLOCKWISE = GroupedProducts(_rows_blockwise, _sums_blockwise)
-_PACKED = GroupedProducts(_rows_int4, _sums_int4)
-_EMULATED = GroupedProducts(_rows_emulated, _sums_emulated)
 _EPILOGUE, _BLOCKS = ("rowwise", "tensorwise"), ("1x128", "128x128")
 
 _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], GroupedProducts]] = [
@@ -141,5 +115,6 @@ def multiply_grouped(
         return product(a, b, groups, dtype, fast_accum)
     a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "grad_weight":
-        return k_grouped_plain_mm(a.t(), b.t(), groups.starts, dtype)
+        return k_grouped_plain_mm(a.t(), b.t(), groups.starts, dtype)  # views: dy [R, N] and x [R, K], read along R
+    # [E * N, K] has the matrices along its rows; its transpose, for grad_input, along its columns.
     return m_grouped_plain_mm(a, b if gemm == "output" else b.t(), groups.group_of_block, groups.starts)

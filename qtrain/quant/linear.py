@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
-from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import Exchange, quantize_operands
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.quantizers import ReuseBuffers
 from qtrain.quant.scales import Reduce
@@ -47,13 +48,16 @@ class LowBitLinearFunction(torch.autograd.Function):
         grad_enabled: bool,  # inside a Function gradients are always disabled
     ) -> Tensor:
         needs_dx = grad_enabled and ctx.needs_input_grad[0]
+        # Without them nothing is quantized for backward, and nothing is saved: evaluation, frozen weights.
         needs_dw = grad_enabled and ctx.needs_input_grad[1]
-        x_output, x_grad_weight = linear.quantize("x", x, NeedsOperand(True, needs_dw))
+        x_output, x_grad_weight = quantize_operands(x, linear.request("x", NeedsOperand(True, needs_dw)))
         save_operands(
             ctx,
+            # [K, N] codes, which the weight owns: no copy.
             codes_or(linear.weight.columns, weight) if needs_dx else None,
-            x_grad_weight if needs_dw else None,
+            x_grad_weight if needs_dw else None,  # [K, M] codes: one byte an element instead of x's two
         )
+        # Backward takes the weight's codes from the saved tensors, which activation checkpointing recomputes.
         ctx.linear, ctx.weight_dtype = linear._replace(weight=None), weight.dtype
         return linear.multiply("output", x_output, codes_or(linear.weight.rows, weight), x.dtype, bias)
 
@@ -64,16 +68,18 @@ class LowBitLinearFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         if needs_dx or needs_dw:
-            dy_grad_input, dy_grad_weight = linear.quantize("dy", dy, NeedsOperand(needs_dx, needs_dw))
+            dy_request = linear.request("dy", NeedsOperand(needs_dx, needs_dw))
+            dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
         if needs_dx:
-            dx = linear.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
+            dx = linear.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)  # [M, K]
             if exchange is not None:
                 dx = exchange.reduce_dx(dx)
         if needs_dw:
             if exchange is not None:
                 x_grad_weight = exchange.regather(x_grad_weight, dy.shape[0])
-            dw = linear.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)
+            dw = linear.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)  # [N, K]
         if needs_dbias:
+            # In fp32: a sum over all tokens in bf16 would lose the small terms.
             dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
         return dx, dw, dbias, None, None
 
@@ -85,19 +91,23 @@ class LowBitLinear(nn.Module):
         """key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
         reduce: over the processes that hold the other parts of the weight; None: there are none."""
         super().__init__()
+        # A scale that covers less than the whole weight is the part's own: nothing to exchange.
         self.reduce = None if spanning_format(scheme) is None else reduce
         """Reduces the statistics of a scale that covers the whole weight (`scales.py`)."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
+        # Not saved: seed, step and number follow from the run.
         self.register_buffer("key", key, persistent=False)
         self.weight_key = key
         """The key that rounds the weight."""
         self.groups: BlockGroups | None = None
         """The rows of each matrix of a GroupedLinear, which have scales of their own."""
         if isinstance(linear, GroupedLinear):
+            # N of one group; its rows are whole blocks, so no scale of a column spans two experts.
             rows = linear.out_features // linear.groups
             self.groups = BlockGroups(equal_groups(linear.groups, rows, key.device), linear.groups)
+        # Allocated once: later values are written into the same memory, which CUDA graphs have recorded.
         self.weight_codes = WeightCodes(self._quantize(self.weight), self.weight._version)
         self.codes_only = False
         """Whether the weight itself is not in memory."""
@@ -123,7 +133,7 @@ class LowBitLinear(nn.Module):
         codes only, or gets its weight when it runs."""
         if weight is None and (self.codes_only or self.gathered):
             return
-        amax = self.known_amax if weight is None else None
+        amax = self.known_amax if weight is None else None  # that of another value would be stale
         reuse = ReuseBuffers(self.weight_codes.operands(), amax)
         codes = self._quantize(self.weight if weight is None else weight, reuse)
         self.weight_codes.update(codes, self.weight._version)
@@ -132,6 +142,7 @@ class LowBitLinear(nn.Module):
     @torch.no_grad()
     def refresh_spanning(linears: Sequence["LowBitLinear"]) -> None:
         """`refresh` of linears whose scales cover other processes' parts, with one reduction for all."""
+        # Codes of the others come from whoever gathers them.
         linears = [linear for linear in linears if not linear.codes_only]
         if not linears:
             return
@@ -161,6 +172,7 @@ class LowBitLinear(nn.Module):
         """Free the weight's memory. The parameter keeps its shape and receives the gradient; `refresh` then needs the
         value."""
         self.codes_only = True
+        # A view of one element, all strides 0: the shape that autograd checks gradients against, without its memory.
         self.weight.data = self.weight.new_zeros(()).expand(self.weight.shape)
 
     @property
@@ -170,13 +182,14 @@ class LowBitLinear(nn.Module):
 
     def mark_fresh(self) -> None:
         """State that the codes were refreshed by other means: by the replay of a recorded `refresh`."""
-        self.weight_codes.version = self.weight._version
+        self.weight_codes.version = self.weight._version  # a replay runs no Python: only the codes are new
 
     # ---- the products ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
         """y [..., N] of x [..., K]; with an exchange that of all processes' rows, [T, N]."""
         arguments = self.arguments()._replace(exchange=exchange)
+        # Grad mode is read here: inside of forward it is always off.
         y = LowBitLinearFunction.apply(
             x.reshape(-1, self.in_features), self.weight, self.bias, arguments, torch.is_grad_enabled()
         )
@@ -184,7 +197,7 @@ class LowBitLinear(nn.Module):
 
     def arguments(self) -> LinearArguments:
         """What the autograd functions of this module and of `swiglu_mlp` need besides x, weight and bias."""
-        key = self.key if self.scheme.stochastic_rounding and self.training else None
+        key = self.key if self.scheme.stochastic_rounding and self.training else None  # evaluation rounds to nearest
         x_scale = dy_scale = None
         if self.scheme.amax_history:  # an evaluation records nothing
             x_scale = DelayedScale(self.x_scale, self.x_amax if self.training else None)

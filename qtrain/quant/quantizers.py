@@ -22,6 +22,7 @@ Pair = tuple[QuantizedTensor, QuantizedTensor]
 
 
 def _quantize_mx(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
+    # A group of 32 lies along the sum: of transposed codes that is along the columns of t.
     codes, scale = quantize_mx(t.t().contiguous() if transposed else t, fmt.fmt)
     return QuantizedTensor(codes, scale, fmt)
 
@@ -45,6 +46,7 @@ def quantize_rows(
     """t [M, K] -> codes [M, K]. scale: of all of t, fp32 [1], if it is given."""
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, False)
+    # A custom op may not return its input: the given scale comes back as a copy, and the original is kept.
     codes, used = quantize(t, fmt.fmt, fmt.granularity, rounding.row_key, rounding.role, power_of_two, scale)
     return QuantizedTensor(codes, used if scale is None else scale, fmt)
 
@@ -90,11 +92,13 @@ def quantize_dual_layout(
     are then read from the matrix that they are gathered from. groups: as for `quantize_columns`."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         t = in_memory(t)
+        # Two reads: low-bit scales have no fused kernel.
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
+    # Written into the previous codes: no allocation, no copy, and the addresses that CUDA graphs know.
     if reuse is not None and rows == columns:
         before, before_t = reuse.operands
         memory = before.codes, before.scale, before_t.codes, before_t.scale
-        codes, scale, codes_t, scale_t = quantize_dual_into(
+        codes, scale, codes_t, scale_t = quantize_dual_into(  # codes [M, K], codes_t [K, M]
             memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), reuse.amax
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)

@@ -30,8 +30,10 @@ def is_mean(fmt: OperandFormat) -> bool:
 def tensor_statistic(t: Tensor, fmt: OperandFormat, known_amax: Tensor | None = None) -> Tensor:
     """What a tensorwise scale depends on. known_amax: of t, as fp32 bits in int32 [1]."""
     if is_mean(fmt):
+        # In fp64: sums of parts add up to the whole's far below the rounding of an fp32 scale.
         total = t.abs().sum(dtype=torch.float64)
         return torch.stack([total, torch.full_like(total, t.numel())])
+    # The optimizer's kernel has left the absmax of what it stored: no second pass over the weight.
     return absmax(t).view(1).float() if known_amax is None else known_amax.view(torch.float32)
 
 
@@ -40,6 +42,7 @@ def scale_of_statistic(
 ) -> Tensor:
     """The scale, fp32, laid out as `scale_shape` of fmt's granularity for a tensor of `shape`."""
     if is_mean(fmt):
+        # Mean |t|; an all-zero tensor divides by eps.
         return (statistic[:1] / statistic[1:]).float().clamp(min=SCALE_EPS)
     return scale_from_amax_ref(statistic, fmt.fmt, fmt.granularity, shape, power_of_two)
 
@@ -50,6 +53,7 @@ def reduce_all(statistics: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
     for dtype in (torch.float32, torch.float64):
         indices = [i for i, s in enumerate(statistics) if s.dtype is dtype]
         if indices:
+            # All weights of a step in one message: a collective costs its latency, not these bytes.
             flat = reduce(torch.cat([statistics[i] for i in indices]))
             for i, part in zip(indices, flat.split([len(statistics[i]) for i in indices]), strict=True):
                 reduced[i] = part
@@ -65,5 +69,6 @@ def spanning_scale(
     scale = scale_of_statistic(amax, fmt._replace(granularity="tensorwise"), t.shape, power_of_two)
     if delayed is None:
         return scale
+    # On the device: the host does not know whether there is a history.
     scale = torch.where(delayed.scale > 0, delayed.scale, scale)
     return scale if delayed.amax is None else record_amax(delayed.amax, amax, scale)

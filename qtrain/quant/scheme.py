@@ -40,6 +40,10 @@ class Scheme(ABC):
         """The scheme of a linear of this shape; head: of a model's output head."""
         return self
 
+    def for_experts(self) -> "Scheme":
+        """The scheme of a linear that holds the matrices of several experts."""
+        return self
+
 
 class LowBitScheme(Scheme):
     """A scheme that swaps linears, given by `low_bit_formats`. A subclass is a frozen dataclass."""
@@ -102,6 +106,7 @@ class LowBitScheme(Scheme):
 
     def formats_of(self, name: TensorName, needs: NeedsOperand = BOTH) -> FormatPair:
         """The formats of the tensor `name` along its rows and columns; None: high precision, or not needed."""
+        # The GEMM that reads the tensor along its rows, the one that reads it along its columns, and as which operand.
         (row_gemm, i), (column_gemm, j) = READERS[name]
         rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
         return (rows if needs.rows else None), (columns if needs.columns else None)
@@ -115,6 +120,7 @@ class LowBitScheme(Scheme):
         The gradient of logits is -1 at the label and close to 0 elsewhere. Rounded to nearest, with a step of 1/127 of
         the largest, most of it is lost, which costs 5 to 6% of a small model's loss.
         """
+        # grad_input and grad_weight, with the format in which each reads dy.
         read = {gemm: self.operand_formats(gemm)[i] for gemm, i in READERS["dy"]}
         integer = [gemm for gemm, fmt in read.items() if fmt is not None and not FORMATS[fmt.fmt].is_float]
         nearest = [gemm for gemm in integer if not applies(self.stochastic_rounding, gemm)]
@@ -141,7 +147,7 @@ class LowBitScheme(Scheme):
     def rounding(self, name: TensorName, key: Tensor | None) -> Rounding:
         """How the tensor `name` is rounded under the Philox key int64 [3]; None: to nearest even."""
         rows, columns = self.rounds(name)
-        if key is None or not (rows or columns):
+        if key is None or not (rows or columns):  # in evaluation there is no key
             return NEAREST
         return Rounding(key, ROUNDED_TENSORS.index(name), rows, columns)
 

@@ -195,6 +195,7 @@ def choose_linears(
             reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
         else:
             own = scheme.for_linear(k, n, head=is_head)
+            own = own.for_experts() if groups > 1 else own
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
             taken = None if reason else own
             rounds_logits = reason is None and own != scheme.for_linear(k, n)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
-from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
-from qtrain.quant.execute import rowwise_swiglu
+from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import Exchange, quantize_operands, quantize_swiglu_operands, rowwise_swiglu
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import NeedsOperand, RowwiseQuantization, SwiGLUOperands
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
@@ -63,18 +63,20 @@ def mlp_forward(
     column_amax = None
     if rowwise:
         fmt, power_of_two, rounding = rowwise.activation
+        # Row codes [M, I] and the absmax of each column: 4 bytes a column are kept instead of transposed codes.
         codes, scale, column_amax = quantize_swiglu_rowwise(
             gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(down.block_groups or NO_GROUPS)
         )
         h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
     else:
-        (h_output, h_grad_weight), _ = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
+        request = down.request("x", NeedsOperand(True, needs.down))
+        (h_output, h_grad_weight), _ = quantize_swiglu_operands(gate_up, None, request)
     operands = (
         gate_up,
         column_amax,
         codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
-        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,
+        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,  # dh is what both need
         h_grad_weight if needs.down else None,
     )
     y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
@@ -98,16 +100,18 @@ def mlp_backward(
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
     dx = dup = ddown = dots = None
-    dy_grad_input, dy_grad_weight = down.quantize("dy", dy, NeedsOperand(needs_dh, needs.down))
+    dy_request = down.request("dy", NeedsOperand(needs_dh, needs.down))
+    dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
+        # One kernel reads gate_up and dh once: dx codes in both layouts, and h's transposed codes from column_amax.
         ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
             gate_up, dh, column_amax, rowwise, up.block_groups, router_dots
         )
     elif needs_dh:
-        gradient_needs = NeedsOperand(needs.x, needs.up)
-        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, gradient_needs, router_dots)
+        request = up.request("dy", NeedsOperand(needs.x, needs.up))
+        (grad_input, grad_weight), dots = quantize_swiglu_operands(gate_up, dh, request, router_dots)
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
@@ -116,6 +120,7 @@ def mlp_backward(
             dx = up.exchange.reduce_dx(dx)
     if needs.up:
         if up.exchange is not None:
+            # Saved were the codes of this process's tokens alone.
             x_grad_weight = up.exchange.regather(x_grad_weight, dy.shape[0])
         dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
     return MLPGradients(dx, dup, ddown, dots)
@@ -135,10 +140,10 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
-        operands = up.quantize("x", x, NeedsOperand(True, needs.up))
+        operands = quantize_operands(x, up.request("x", NeedsOperand(True, needs.up)))
         y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
-        ctx.mlp = saved._replace(operands=())
+        ctx.mlp = saved._replace(operands=())  # tensors are in save_for_backward alone
         return y
 
     @staticmethod
@@ -157,12 +162,7 @@ def _rowwise(
 
 
 def _rowwise_backward(
-    gate_up: Tensor,
-    dh: Tensor,
-    column_amax: Tensor,
-    rowwise: RowwiseMLP,
-    groups: BlockGroups | None,
-    router_dots: bool,
+    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP, groups: BlockGroups | None, router_dots: bool
 ) -> tuple[SwiGLUOperands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise

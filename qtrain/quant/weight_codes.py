@@ -39,7 +39,7 @@ class WeightCodes(nn.Module):
         tensors, self._layouts = flatten_operands(operands)
         self._names = [f"{gemm}_{field}" for gemm in ("output", "grad_input") for field in self.FIELDS]
         for name, tensor in zip(self._names, tensors, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor, persistent=False)  # moves with the module, is in no checkpoint
         self.version = version
         """Of the master weight when the codes were computed; a different one means that they are stale."""
 
@@ -79,6 +79,7 @@ def wire_format(scheme: LowBitScheme) -> OperandFormat | None:
     if rows is None or columns is None or any(scheme.rounds("w")):
         return None
     group_rows, group_columns = GRANULARITIES[rows.granularity]
+    # A square block has one scale and the same codes in both layouts; two codes a byte cannot be transposed as bytes.
     square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1
     return rows if columns.sum_dim == 0 or (rows == columns and square) else None
 
@@ -122,6 +123,7 @@ def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features:
     columns = scheme.formats_of("w")[1]
     if columns is not None and columns.sum_dim == 0:
         return Operands(codes, codes.summed_over_rows())
+    # One for the tensor, or one a block [N / 128, K / 128]
     scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
     return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
 
@@ -150,7 +152,7 @@ def quantize_weight(request: WeightRequest) -> Operands:
     if rows and columns and columns.sum_dim == 1:
         rounding = scheme.rounding("w", key)
         return Operands(*quantize_dual_layout(w, rows, columns, rounding, scheme.power_of_two, groups, reuse))
-    own_rows, own_columns = quantize_operands(scheme, w, OperandRequest("w", key=key, groups=groups))
+    own_rows, own_columns = quantize_operands(w, OperandRequest(scheme, "w", key=key, groups=groups))
     return Operands(None if own_rows is w else own_rows, None if own_columns is w else own_columns)
 
 
@@ -158,7 +160,9 @@ def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups 
     """The stored codes where a GEMM reads those; else codes of the dequantized weight, to nearest even."""
     rows, columns = scheme.formats_of("w")
     if columns.sum_dim == 0:
+        # The stored codes themselves: no memory of their own.
         return Operands(w.quantized, w.quantized.summed_over_rows())
+    # `output` reads the stored codes; `grad_input` sums along the other dimension, which needs other scales.
     if rows == STORED_FORMATS[w.format]:
         return Operands(w.quantized, quantize_columns(w.dequantize(), columns, NEAREST, False, groups))
     return Operands(*quantize_dual_layout(w.dequantize(), rows, columns, NEAREST, False, groups))
@@ -177,12 +181,12 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
     for (scheme, w, key, groups, _), fmt, statistic in zip(
         requests, formats, reduce_all(statistics, reduce), strict=True
     ):
-        assert not isinstance(w, StoredWeight)
-        scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)
+        assert not isinstance(w, StoredWeight)  # its scales are per row or per 128 of one: none spans processes
+        scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)  # the whole weight's, on every process
         if (wire := wire_format(scheme)) is not None:
             codes = quantize_rows(w, wire, NEAREST, False, scale)
             found.append(operands_of_codes(scheme, codes, w.shape[1]))
             continue
-        rows, columns = operands_under_scale(scheme, w, OperandRequest("w", key=key, groups=groups), scale)
+        rows, columns = operands_under_scale(w, OperandRequest(scheme, "w", key=key, groups=groups), scale)
         found.append(Operands(None if rows is w else rows, None if columns is w else columns))
     return found

@@ -29,7 +29,7 @@ class Partition:
         """The rank's share of each of `parts`, which lie one after the other and divide by the ranks."""
         ranges, start = [], 0
         for length in parts:
-            own = length // ranks
+            own = length // ranks  # heads, experts or columns of a projection
             ranges.append((start + rank * own, start + (rank + 1) * own))
             start += length
         return cls(dim, start, tuple(ranges))
@@ -51,6 +51,7 @@ class Partition:
         """The rank's part of a full tensor."""
         if not self.held:
             return torch.zeros_like(full)
+        # Q, k and v of this rank, side by side.
         return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def put(self, full: Tensor, own: Tensor) -> None:

@@ -29,7 +29,7 @@ class OperandFormat(NamedTuple):
     def bytes_per_element(self) -> float:
         """Bytes of a code and its share of a block's scale; a scale per row or per tensor is not counted."""
         rows, columns = GRANULARITIES[self.granularity]
-        scale = self.scale_dtype.itemsize / (rows * columns) if rows and columns else 0
+        scale = self.scale_dtype.itemsize / (rows * columns) if rows and columns else 0  # e.g. 4 / 128 of 1x128 in fp32
         return 1 / FORMATS[self.fmt].packing + scale
 
 
@@ -84,6 +84,7 @@ def flatten_operands(operands: Sequence[Operand | None]) -> tuple[list[Tensor | 
     layouts: list[Layout] = []
     for operand in operands:
         if isinstance(operand, QuantizedTensor):
+            # Three each, so that the inverse needs no lengths.
             tensors += [operand.codes, operand.scale, operand.tensor_scale]
             layouts.append(operand.format)
         else:

@@ -91,7 +91,7 @@ class StoredWeight(Tensor, LowBitWeight):
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values as a plain tensor [N, K]; code * scale is computed in fp32 and rounded once."""
-        return self.quantized.dequantize(dtype)[:, : self.shape[1]]
+        return self.quantized.dequantize(dtype)[:, : self.shape[1]]  # two codes a byte: an odd K has one more
 
     @torch.no_grad()
     def store_(
@@ -130,6 +130,7 @@ class StoredWeight(Tensor, LowBitWeight):
                 return return_and_correct_aliasing(func, args, kwargs, alias)
             if func is _aten.clone.default:
                 return first._with(first.codes.clone(), first.scale.clone())
+            # Between devices, or bf16 and fp32 outside: the codes are the same, only the outward dtype changes.
             if func is _aten._to_copy.default and _keeps_format(kwargs):
                 moved = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
                 codes, scale = (_aten._to_copy.default(inner, **moved) for inner in (first.codes, first.scale))
@@ -139,6 +140,7 @@ class StoredWeight(Tensor, LowBitWeight):
                 shape_only = torch.empty(first.shape, dtype=first.dtype, device="meta")
                 return func(shape_only, *args[1:], **{**kwargs, "device": device})
         _refuse_writes(func, args, kwargs)
+        # Everything else reads values: right for any operation, and slow, for the whole weight is made.
         args, kwargs = tree_map_only(StoredWeight, lambda w: w.dequantize(w.dtype), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -174,7 +176,7 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
         assert isinstance(source, StoredWeight)
         return target.copy_(source.dequantize(target.dtype))
     if isinstance(source, StoredWeight) and source.format == target.format and source.shape == target.shape:
-        target.codes.copy_(source.codes)
+        target.codes.copy_(source.codes)  # exact: requantizing would round again
         target.scale.copy_(source.scale)
         return target
     value = source.dequantize() if isinstance(source, StoredWeight) else source.to(target.device, torch.float32)
@@ -183,6 +185,7 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
 
 def _refuse_writes(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """TypeError where `func` would write to a stored weight."""
+    # Positional and by name, as the schema calls them.
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -19,14 +19,15 @@ from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import peak_resident_bytes
 from qtrain.data.batch import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
+from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
-from qtrain.parallel.sharding.step_sums import Gradients
-from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite, out_of_memory
+from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
+from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import StopSignals
@@ -94,11 +95,6 @@ class Training:
         config, where, names = as_dict(settings), run.folder.path, settings.trackers if rank() == 0 else ()
         return open_trackers(names, config, where, settings.project, settings.run_name, run.state.step)
 
-    def _explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
-        run = self.run
-        step, latest = lambda: run.state.step + 1, lambda: run.checkpoints.latest()
-        return explain_out_of_memory(self.plan, run.settings, run.device, step, latest)
-
     def fit(self) -> int:
         """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
         TrainingStopped if training fails."""
@@ -106,7 +102,8 @@ class Training:
         note_step(run.state.step)
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self._explain_out_of_memory())
+                step, checkpoint = lambda: run.state.step + 1, lambda: run.checkpoints.latest()
+                stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, step, checkpoint))
                 stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))

@@ -1,6 +1,7 @@
 """Training steps, model x scheme: each cell apart, one that fails is a reason, the seven rows in one command."""
 
 import json
+import math
 import subprocess
 
 import pytest
@@ -44,6 +45,15 @@ def test_a_cell(tiny):
     result = time_training(cell, 1)
     assert result["tok_s"] == pytest.approx(2 * 16 / (result["step_ms"] / 1000))
     assert result["sol"] > 0 and result["peak_gib"] > 0 and 3 < result["loss"] < 5.5  # about log 64
+
+
+def test_adapters_on_a_stored_base(tiny):
+    (cell,) = cells(tiny + ':{"lora":{"r":2,"base":"nf4"}}', "--schemes", "bf16").values()
+    assert cell.lora == {"r": 2, "base": "nf4"}
+    result = time_training(cell, 1)
+    assert result["tok_s"] > 0 and math.isfinite(result["loss"])
+    (whole,) = cells(tiny, "--schemes", "bf16").values()
+    assert result["planned_gib"] < time_training(whole, 1)["planned_gib"]
 
 
 def test_the_optimizer_within_the_backward_pass(tiny, monkeypatch):

@@ -47,6 +47,7 @@ from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
+from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
@@ -410,7 +411,18 @@ def updates() -> Iterator[Case]:
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
 
 
-GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates)
+def frozen_weights() -> Iterator[Case]:
+    for transposed in (False, True):
+        for fmt in ("e4m3", "int8"):
+            yield (
+                fmt == "e4m3",
+                lambda f=fmt, t=transposed: launch_nf4_to_8bit(
+                    zeros(64, 250, dtype=torch.uint8), zeros(64, 8, dtype=FP32), 500, f, t
+                ),
+            )
+
+
+GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
 TUNED = {
     "_persistent_mm_kernel",
     "_slice_kernel",

@@ -1,12 +1,21 @@
 """Recomputation and compilation change speed and memory, not results."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers, execution
+from qtrain.models import RECOMPUTE_KINDS, RECOMPUTE_SETS, apply_recompute, compile_layers, execution
 from qtrain.models.native.attention import SequenceInfo
+from qtrain.quant import SCHEMES, quantize_linears
+from tests.cases import sampled
 from tests.models.families import DOC_IDS, batch, drawn, source_of
+
+KINDS = (
+    [], *([kind] for kind in RECOMPUTE_KINDS), ["norm", "swiglu"], ["norm", "qkv"], ["qkv", "attention"],
+    ["norm", "swiglu", "qkv", "attention", "ffn"],
+)  # fmt: skip
 
 
 def gradients(model, doc_ids=None) -> dict[str, torch.Tensor]:
@@ -18,38 +27,73 @@ def gradients(model, doc_ids=None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["causal", "documents"])
 @pytest.mark.parametrize("name", ["llama2", "qwen3"])
-def test_gradients_are_the_same_bit_for_bit_in_every_mode(name, doc_ids):
+def test_gradients_are_the_same_bit_for_bit_whatever_is_recomputed(name, doc_ids):
     model = drawn(source_of(name))
     expected = gradients(model, doc_ids)
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
+    for kinds in KINDS:
+        apply_recompute(model, kinds)
         found = gradients(model, doc_ids)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), mode
+        assert all(torch.equal(found[name], expected[name]) for name in expected), kinds
 
 
-def test_each_mode_computes_again_what_it_says():
-    """Matrix products of one layer's backward: recomputation repeats them in mode `full` only."""
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    sampled(
+        [(n, k) for n in ("bitnet", "qwen3_moe", "deepseek_v3") for k in KINDS[1:]],
+        lambda name, kinds: kinds != (["norm", "qkv"] if name == "deepseek_v3" else ["ffn"]),
+    ),
+    ids=str,
+)
+def test_gradients_are_the_same_bit_for_bit_in_other_layers(name, kinds):
+    """BitNet's norms, a mixture of experts, latent attention and shared experts."""
+    model = drawn(source_of(name, num_hidden_layers=2))
+    expected = gradients(model)
+    apply_recompute(model, kinds)
+    found = gradients(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("low_bit", [False, True])
+def test_each_kind_computes_again_what_it_says(low_bit):
+    """Matrix products, and attention, of one layer's backward: it has two products a linear of its own."""
     model = drawn(source_of("llama2"))
+    if low_bit:
+        quantize_linears(model, SCHEMES.get("fp8_rowwise", "-")(), seed=0, head=model.lm_head)
     x = torch.randn(2, 24, 32, requires_grad=True)
     cos = sin = torch.ones(24, 1, 4)
     info = SequenceInfo(2, 24, cos, sin)
+    aten, qtrain = torch.ops.aten, torch.ops.qtrain
+    counted = {op: "products" for op in (aten.mm.default, aten.addmm.default, qtrain.scaled_mm.default)}
+    counted[aten._scaled_dot_product_flash_attention_for_cpu.default] = "attention"
     calls = {}
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
-        products = 0
+    for kinds in KINDS:
+        apply_recompute(model, kinds)
+        found = Counter()
 
         class Count(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-                nonlocal products
-                products += op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None, found=found):
+                found[counted.get(op)] += 1
                 return op(*args, **(kwargs or {}))
 
         out = model.layers[0](x, info)
         with Count():
             out.sum().backward()
-        calls[mode] = products
-    # Backward has two products a linear; full makes forward's four again but for the last, which nothing reads.
-    assert calls == {"none": 8, "selective": 8, "full": 11}
+        calls[" ".join(kinds)] = found["products"] - 8, found["attention"]
+    # Of down nothing reads the product: a plain linear keeps its input before it multiplies, a low-bit one after that.
+    last = int(low_bit)
+    assert calls == {
+        "": (0, 0),
+        "norm": (0, 0),
+        "swiglu": (0, 0),
+        "qkv": (1, 0),
+        "attention": (0, 1),
+        "ffn": (1 + last, 0),
+        "block": (3 + last, 1),
+        "norm swiglu": (0, 0),
+        "norm qkv": (1, 0),
+        "qkv attention": (1, 1),
+        "norm swiglu qkv attention ffn": (2 + last, 1),
+    }
 
 
 def test_selective_is_sound_for_a_custom_autograd_function():
@@ -83,10 +127,10 @@ def test_selective_is_sound_for_a_custom_autograd_function():
 
     model = swapped()
     expected = gradients(model)
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
+    for kinds in KINDS:
+        apply_recompute(model, kinds)
         found = gradients(model)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), mode
+        assert all(torch.equal(found[name], expected[name]) for name in expected), kinds
 
 
 @pytest.mark.usefixtures("compiler")
@@ -97,7 +141,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
     torch._dynamo.utils.counters.clear()
     model = drawn(source_of("qwen2"))
     expected = gradients(model)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     compile_layers(model)
     found = gradients(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -106,15 +150,16 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
     assert list(expected) == [name for name, _ in model.named_parameters()]
 
 
-def test_unknown_mode():
-    with pytest.raises(UserError, match=r"--activation_checkpointing.*'selectiv'.*Did you mean 'selective'"):
-        apply_activation_checkpointing(drawn(source_of("llama2")), "selectiv")
+def test_unknown_kind():
+    with pytest.raises(UserError, match=r"--recompute: unknown kind 'atention'. Did you mean 'attention'"):
+        apply_recompute(drawn(source_of("llama2")), ["norm", "atention"])
 
 
 def test_compiled_code_is_cached_apart_for_each_state_of_the_kernels(monkeypatch):
     """Code that torch has cached calls custom ops by name, with the arguments that they had when it was compiled."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
     monkeypatch.setattr(execution, "kernels_checksum", lambda: 0xABC)
-    for _ in range(2):
-        execution.tag_compile_caches()
-        assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"
+    # Not by monkeypatch, which leaves the option deleted: torch's options are no attributes of the module's own.
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        for _ in range(2):
+            execution.tag_compile_caches()
+            assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"

@@ -8,7 +8,8 @@ from torch import nn
 
 from qtrain import quant
 from qtrain.models import (
-    apply_activation_checkpointing,
+    RECOMPUTE_SETS,
+    apply_recompute,
     build_model,
     compile_layers,
     linear_cross_entropy,
@@ -112,7 +113,7 @@ def test_norm_and_rotation_of_heads_are_one_kernel(mode):
     torch._dynamo.reset()
     model = model_of("qwen3", torch.bfloat16, num_attention_heads=6)
     expected = exact_results(model, None)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     for compiled in (False, True):
         if compiled:
             compile_layers(model)
@@ -131,7 +132,7 @@ def test_compiled_layers_in_every_mode_equal_eager(mode, documents):
     model = model_of("qwen2", torch.bfloat16)
     doc_ids = batch()[2] if documents else None
     expected = results(model, doc_ids)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     assert_close(results(model, doc_ids), expected, 0.02)  # eager, recomputed
     compile_layers(model)
     assert_close(results(model, doc_ids), expected, 0.02)
@@ -184,13 +185,13 @@ def test_memory_estimate_is_within_a_tenth_of_the_peak(mode, accumulates):
     """Three steps of a 100 M parameter model, compiled, fused AdamW in bf16."""
     torch._dynamo.reset()
     source: ModelSource = read_model_source("llama-100m")
-    step = StepShape(micro_batch_size=16, seq_len=1024, checkpointing=mode, accumulates=accumulates)
+    step = StepShape(micro_batch_size=16, seq_len=1024, recompute=RECOMPUTE_SETS[mode], accumulates=accumulates)
     estimate = estimate_memory(source.model_config(), step)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = build_model(source, device="cuda", dtype=torch.bfloat16)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     compile_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, 16384, (16, 1025), device="cuda")

@@ -9,6 +9,7 @@ from qtrain.kernels.grouped.permute import weights_of_rows
 from qtrain.kernels.grouped.token_permutation import group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex, in_memory
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.gemm_table import multiply
 from qtrain.quant.grouped_linear import GroupedLinear
@@ -170,7 +171,7 @@ def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme, kwargs):
     dy[groups.token_of_row < 0] = 0
     arguments = linear.arguments()._replace(groups=groups)
     w = arguments.weight
-    xs, dys = arguments.quantize("x", x, BOTH), arguments.quantize("dy", dy, BOTH)
+    xs, dys = (quantize_operands(t, arguments.request(name, BOTH)) for name, t in (("x", x), ("dy", dy)))
     y = arguments.multiply("output", xs.rows, w.rows, torch.float32)
     dx = arguments.multiply("grad_input", dys.rows, w.columns, torch.float32)
     dw = arguments.multiply("grad_weight", dys.columns, xs.columns, torch.float32)
@@ -207,9 +208,8 @@ def test_operands_of_gathered_rows(scheme, kwargs, device):
             for rows in (t, in_memory(t)):
                 for buffer in (linear.x_amax, linear.dy_amax) if delayed else ():
                     buffer.zero_()
-                found.append(
-                    [q.float() for q in flatten_operands(arguments.quantize(name, rows, needs))[0] if q is not None]
-                )
+                operands = quantize_operands(rows, arguments.request(name, needs))
+                found.append([q.float() for q in flatten_operands(operands)[0] if q is not None])
                 amax.append(torch.cat([linear.x_amax, linear.dy_amax]) if delayed else None)
             for one, other in zip(*found, strict=True):
                 assert torch.equal(one, other)

@@ -11,9 +11,10 @@ import torch
 from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.core.errors import UserError
 from qtrain.models import (
+    RECOMPUTE_SETS,
     ModelConfig,
     ModelSource,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
 )
@@ -169,7 +170,7 @@ def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) ->
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
     quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     if compiled:
         compile_layers(model)
     parallel = DataParallel(model, quantized, mesh, deterministic=deterministic)

@@ -111,7 +111,7 @@ def test_on_a_gpu_too_compiled_or_recorded(graphs):
         ),
         ("m", "--offload: not valid JSON"),
         ('{"m":1}', "is not a JSON list of names"),
-        ("[1]", "--offload: [1] is not allowed; it must be a list of texts or null."),
+        ("[1]", "--offload: '[1]' is not a JSON list of names"),
     ],
 )
 def test_a_name_that_there_is_not_is_refused(given, says):

@@ -17,10 +17,11 @@ from qtrain.comm.wire import sent
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
 from qtrain.models import (
+    RECOMPUTE_SETS,
     ModelConfig,
     ModelSource,
     answer,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
     export_hf,
@@ -229,7 +230,7 @@ def _train(
         }
         if how:
             compiled, mode = how.split()
-            apply_activation_checkpointing(model, mode)
+            apply_recompute(model, RECOMPUTE_SETS[mode])
             if compiled == "compiled":
                 compile_layers(model)
         spec, groups = OPTIMIZERS.make("adamw", {}, "--optim"), parameter_groups(model, 0.1)

@@ -73,7 +73,7 @@ CHAT_TEMPLATES = {
     "chatml": (
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
+    )
 }
 """Named templates, for tokenizers that have none."""
 
@@ -124,6 +124,7 @@ class ChatRenderer(Renderer):
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            # Templates may render a turn by what precedes it: prefixes of the conversation, not turns alone.
             start = self._render(messages[:turn], True)  # up to the opening of the answer
             end = self._render(messages[: turn + 1], False)  # with the answer and what closes it
             if not (whole.startswith(end) and end.startswith(start) and len(start) >= at):

@@ -31,7 +31,7 @@ def pack_examples(examples: Sequence[Example], seq_len: int, pad_id: int) -> lis
     members: list[list[Example]] = []
     for example in sorted(examples, key=lambda e: -len(e.ids)):
         at = bisect.bisect_left(free, (len(example.ids), -1))  # the fullest sample that has room
-        if at < len(free):
+        if at < len(free):  # else a new sample
             room, index = free.pop(at)
         else:
             room, index = seq_len + 1, len(members)
@@ -57,7 +57,7 @@ def _packed(row: Sequence[Example], seq_len: int, pad_id: int) -> Sample:
 
 def pad_examples(examples: Sequence[Example], multiple: int, group_size: int, pad_id: int) -> list[list[Sample]]:
     """Groups of samples of similar length: one example each, padded to the group's next multiple, plus one."""
-    ordered = sorted(examples, key=lambda e: len(e.ids))
+    ordered = sorted(examples, key=lambda e: len(e.ids))  # neighbors need the least padding
     groups = [ordered[start : start + group_size] for start in range(0, len(ordered), group_size)]
     return [[_padded(example, _length(group, multiple), pad_id) for example in group] for group in groups]
 

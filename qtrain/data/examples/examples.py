@@ -81,6 +81,7 @@ class ExampleDataset(Dataset):
         """The segments of the rows that are in `part`."""
         for row in rows:
             segments = [Segment(valid_unicode(text), trained) for text, trained in renderer.segments(row)]
+            # By the prompt: its answers stay in one part.
             if self.part == "all" or split_of(segments[0].text, self.validation_fraction) == self.part:
                 yield segments
 
@@ -145,7 +146,7 @@ class ExampleStream(Stream):
         self._samples: list[Sample] = []
         self._unusable: bool | None = None  # whether no example was usable since an epoch's start; None: one was
         if at:
-            self._samples, self._after, _ = self._window(cursor)
+            self._samples, self._after, _ = self._window(cursor)  # the counts are in the position already
             if at >= len(self._samples):
                 raise UserError(f"{self._flag}: cannot resume: the data now have fewer examples here.")
             self._at = at
@@ -188,7 +189,7 @@ class ExampleStream(Stream):
             return
         self._cursor = self._after
         if self._unusable is None:
-            self._unusable = start["shard"] == start["row"] == 0
+            self._unusable = start["shard"] == start["row"] == 0  # an epoch that was begun in its middle tells nothing
         if self._after["epoch"] > start["epoch"]:
             if self._unusable:
                 raise self._no_usable_example()
@@ -247,6 +248,7 @@ class ExampleStream(Stream):
         end = [self._tokenizer.eos_id] if self._renderer.needs_end_token(segments) else []
         everything = self._options.train_on_all
         stretches = [(begin, everything), *zip(encoded, (s.trained or everything for s in segments), strict=True)]
+        # Without it a model would never stop.
         stretches.append((end, True))  # the end token is always learned
         ids = np.array([i for stretch, _ in stretches for i in stretch], dtype=np.int64)
         return Example(ids, np.array([trained for stretch, trained in stretches for _ in stretch], dtype=bool))

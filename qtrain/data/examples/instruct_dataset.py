@@ -25,9 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompt": _ALPACA.format(", paired with an input that provides further context")
         + "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
         "answer": "{output}",
-        "prompt_without": {
-            "input": _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n",
-        },
+        "prompt_without": {"input": _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n"},
     },
     "gsm8k": {"prompt": "Question: {question}\nAnswer: ", "answer": "{answer}"},
     "metamathqa": {
@@ -89,12 +87,14 @@ class Template:
 
     def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         """(prompt, answer) of a row."""
+        # The first column that is empty decides: Alpaca's prompt without an input.
         without = next((text for name, text in self.prompt_without.items() if not row[name]), self.prompt)
         return without.fill(row, where), self.answer.fill(row, where)
 
     def chat_template(self) -> str | None:
         """A Jinja template that renders a user's message as the prompt and an assistant's as the answer; None where
         a prompt takes more columns than one: messages have none."""
+        # A message is one text: only a prompt of one column can be rendered from it.
         prompts = [text for text in (self.prompt, *self.prompt_without.values()) if len(text.columns) == 1]
         if not prompts or len(self.answer.columns) != 1:
             return None

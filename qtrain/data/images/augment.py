@@ -111,9 +111,9 @@ class ImageTransform:
         from timm.data import create_transform
 
         self.policy = augmentation.auto_augment if augmentation else None
-        self.mode = {1: "L", 3: "RGB"}[data_config["input_size"][0]]
+        self.mode = {1: "L", 3: "RGB"}[data_config["input_size"][0]]  # the model's channels
         options: dict[str, Any] = {k: data_config[k] for k in ("input_size", "mean", "std", "interpolation")}
-        options |= {k: data_config[k] for k in ("crop_pct", "crop_mode") if augmentation is None}
+        options |= {k: data_config[k] for k in ("crop_pct", "crop_mode") if augmentation is None}  # of evaluation alone
         if augmentation is not None:
             names = ("auto_augment", "scale", "ratio", "hflip", "vflip", "color_jitter", "re_prob")
             options |= {"is_training": True, **{name: getattr(augmentation, name) for name in names}}
@@ -128,7 +128,7 @@ class ImageTransform:
             ) from None
         for step in self._transform.transforms:
             for operation in _operations(step):
-                if operation.name.startswith("Posterize"):
+                if operation.name.startswith("Posterize"):  # the only operation whose strongest level Pillow refuses
                     operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image) -> Tensor:

@@ -104,6 +104,7 @@ class BatchMaker:
     def find(self, position: Mapping[str, Any], flag: str) -> int:
         """The index of the micro-batch at `position`. UserError for one of another set, seed or batch size."""
         check_position(position, self._fixed, flag)
+        # Whole micro-batches: a position is between two.
         return position["epoch"] * self.per_epoch + position["image"] // self.micro_batch_size
 
 
@@ -143,7 +144,7 @@ def _decoded(maker: BatchMaker, start: int, rank: int, ranks: int) -> Iterator[t
 
 def _every_nth(maker: BatchMaker, start: int, stride: int, rank: int, ranks: int) -> Iterator[Item]:
     """Number `rank` of the `ranks` micro-batches from start, start + stride, ... on, on one thread."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as many processes as workers share the cores
     for index in itertools.count(start, stride):
         own = index + rank
         yield maker.make(own, maker.decode(own), index + ranks)

@@ -35,7 +35,7 @@ class _Rows(Images):
         values = rows.with_format("arrow").select_columns([label_column])[:][label_column]
         if values.null_count:
             raise UserError(f"{flag}: the column {label_column!r} of {what} has rows without a label.")
-        values = values.to_numpy()
+        values = values.to_numpy()  # int64 or objects [rows]
         if np.issubdtype(values.dtype, np.integer):
             if len(values) and int(values.max()) > MAX_INT:
                 raise UserError(f"{flag}: the label {int(values.max())} of {what} is too large.")
@@ -43,6 +43,7 @@ class _Rows(Images):
             self.classes = class_names(self.labels, getattr(feature, "names", None), flag)
         elif all(isinstance(value, str) for value in values):
             self.classes = tuple(sorted(set(values)))
+            # The place of each name among the sorted classes.
             self.labels = np.searchsorted(np.array(self.classes), values.astype(str)).astype(np.int64)
         else:
             raise UserError(f"{flag}: the column {label_column!r} of {what} holds neither whole numbers nor names.")

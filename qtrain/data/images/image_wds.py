@@ -38,7 +38,7 @@ class _Tars(Images):
 
     def read(self, index: int) -> Image.Image:
         file, offset, size = self._places[index].tolist()
-        with self._files[file].open("rb") as tar:
+        with self._files[file].open("rb") as tar:  # its own handle: threads would share an open file's position
             tar.seek(offset)
             data = tar.read(size)
         return decode(data, self.name(index), self._flag)
@@ -78,7 +78,7 @@ class WebDataset(ImageSet):
         rows = [(file, *row) for file, members in enumerate(found) for row in members]
         if not rows:
             raise UserError(f"{flag}: the tar files hold no image with a label.")
-        table = np.array(rows, np.int64)
+        table = np.array(rows, np.int64)  # [images, 4]: file, offset, size, label
         return _Tars(files, table[:, :3].copy(), table[:, 3].copy(), names, flag)
 
     def _hub_files(self, flag: str) -> list[Path]:

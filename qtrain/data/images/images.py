@@ -49,11 +49,7 @@ class ImageSet(ABC):
 
 IMAGE_SETS: Registry[ImageSet] = Registry(
     "image dataset type",
-    modules=[
-        "qtrain.data.images.image_rows",
-        "qtrain.data.images.image_wds",
-        "qtrain.data.images.local_images",
-    ],
+    modules=["qtrain.data.images.image_rows", "qtrain.data.images.image_wds", "qtrain.data.images.local_images"],
 )
 
 
@@ -126,7 +122,7 @@ def load_pixels(image: Image.Image) -> Image.Image:
         raise ValueError("it is PostScript, a program that Ghostscript would run")
     if (frames := _frames(image)) > 1:
         raise ValueError(f"it has {frames} frames; save those that are wanted as files of their own")
-    image.load()
+    image.load()  # decodes; until here only the header was read
     if image.mode in GREY_16 or (image.mode == "I" and image.format in ("PNG", "PPM")):  # PIL's I is 32 bits, theirs 16
         return _from_16_bits(image)
     if image.mode in ("I", "F"):
@@ -160,6 +156,6 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 def _over_white(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
-    if image.getextrema()[3] == (255, 255):
+    if image.getextrema()[3] == (255, 255):  # opaque: no blending, which would round
         return image.convert("RGB")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

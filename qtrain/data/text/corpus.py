@@ -63,7 +63,7 @@ class LocalCorpus:
                 texts.append(self._documents.read(at))
                 characters += len(texts[-1])
                 at += 1
-            yield {"document": start}, texts
+            yield {"document": start}, texts  # the state of its first document: read again from there
 
     def sample(self) -> Iterator[str]:
         # Shuffled: a tokenizer that is trained on the first texts sees all folders.
@@ -75,6 +75,7 @@ class HubCorpus:
     """A dataset of the hub, or a local file or folder of the same formats, streamed in its stored order."""
 
     def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
+        # A name without a slash is a typo of a short name, or a file.
         close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
         if close:
             raise UserError(
@@ -86,6 +87,7 @@ class HubCorpus:
         self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)
         sizes = [os.path.getsize(file) for file in source.local_files()]
+        # The hub does not state sizes.
         self.fingerprint = f"{self._reader.shards} files" + (f" of {sizes} bytes" if sizes else "")
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:

@@ -81,7 +81,7 @@ def _json_texts(path: Path, text_of: TextOf) -> Iterator[str]:
     """Of a list of records, or of lines as in a .jsonl file."""
     with open_decompressed(path) as stream:
         data = stream.read()
-    if data.lstrip().startswith(b"["):
+    if data.lstrip().startswith(b"["):  # a list of records; else lines, though the file is named .json
         return (text_of(record, f"{path}, record {i}") for i, record in enumerate(json.loads(data)))
     return _line_texts(io.BytesIO(data), path, text_of)
 
@@ -103,7 +103,7 @@ def _mapped(path: Path) -> "pyarrow.Table":
 
     source = pyarrow.memory_map(str(path))  # the system loads what is read, and drops it
     try:
-        return ipc.open_file(source).read_all()
+        return ipc.open_file(source).read_all()  # no copy: columns point into the mapped file
     except pyarrow.ArrowInvalid:
         source.seek(0)
         return ipc.open_stream(source).read_all()

@@ -66,6 +66,7 @@ class Documents:
             if file.path.suffix == ".parquet":
                 return self._open_parquet(file)
             if is_decoded_whole(file.path):
+                # Decoded to be counted, kept to be read.
                 rows = self._remember(len(self.blocks), self._decode(file.path), file.path)
                 return [Block(file, len(rows), cached=True, decoded_bytes=_cached_size(rows, file.path))]
             if file.path.suffix == ".jsonl":

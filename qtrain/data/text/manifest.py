@@ -77,7 +77,7 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
     record = read_json(path, flag)
     if not isinstance(record, dict) or record.get("format") != Manifest.format:
         raise UserError(f"{where}: not a manifest of token shards; its format must be {Manifest.format!r}.")
-    values = check_fields(Manifest, {**record, "shards": []}, where)
+    values = check_fields(Manifest, {**record, "shards": []}, where)  # shards are checked below, one by one
     if (dtype := values.get("dtype")) not in DTYPES:
         raise UserError(f"{where}: unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}.")
     shards = record.get("shards", [])

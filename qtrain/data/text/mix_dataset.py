@@ -73,7 +73,7 @@ class MixStream(Stream):
 
     def __init__(self, weights: list[float], streams: list[Stream], ctx: StreamContext, flag: str):
         self._streams, self._ctx, self._flag = streams, ctx, flag
-        self._thresholds = [t / sum(weights) for t in accumulate(weights)]
+        self._thresholds = [t / sum(weights) for t in accumulate(weights)]  # cumulative, in [0, 1]
         self._fixed = {"weights": weights, "seed": ctx.seed}
         self.files = [path for stream in streams for path in stream.files]
         self._sample = 0

@@ -70,6 +70,7 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
     for entry in as_list(dataset_dir):
         folder = data_path(entry, flag)
         if folder.is_dir() and os.path.lexists(folder / FILE_NAME):
+            # In the order that they were written.
             paths = [folder / shard.file for shard in _manifest(folder, manifests, flag).shards]
         else:
             paths = [
@@ -197,7 +198,7 @@ class TokenArray:
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens `start` to `start + count`, int64 [count]; and bool [count], whether each position's target is trained
         on, or None where no shard has a mask."""
-        tokens = np.empty(count, np.int64)
+        tokens = np.empty(count, np.int64)  # what embeddings take; files hold uint16 or uint32
         trained = np.ones(count, bool) if self.masked else None
         done = 0
         while done < count:

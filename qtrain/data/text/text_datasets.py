@@ -105,7 +105,7 @@ class PackedStream(Stream):
         self._token += count
         self._buffered -= count
         while self._token >= len(self._buffer[0][1]):
-            self._token -= len(self._buffer.popleft()[1])
+            self._token -= len(self._buffer.popleft()[1])  # documents that lie wholly before the next window
         self._cursor = self._buffer[0][0]
 
     def _read_more(self) -> None:
@@ -118,6 +118,7 @@ class PackedStream(Stream):
                 self._last_epoch_with_text = document.epoch
             elif self._last_epoch_with_text is None:
                 self._last_epoch_with_text = document.epoch
+            # A whole epoch without text: the next ones would be read forever.
             elif document.epoch > self._last_epoch_with_text + 1:
                 raise UserError(f"{self._flag}: every document is empty; there is nothing to train on.")
             if characters >= ENCODE_CHARACTERS or len(batch) >= ENCODE_DOCUMENTS:
@@ -227,7 +228,7 @@ class HfTextStream(PackedStream):
         super().__init__(ctx, tokenizer, {**reader.first_cursor(), "index": 0}, fixed, flag)
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
-        start = {key: value for key, value in cursor.items() if key != "index"}
+        start = {key: value for key, value in cursor.items() if key != "index"}  # RowReader's part
         index = cursor["index"]
         while self._ctx.epochs is None or start["epoch"] < self._ctx.epochs:
             texts, after = self._reader.read(start, self._window)

@@ -88,7 +88,7 @@ class TokenStream(Stream):
         return Sample(tokens, None if trained is None else trained[:-1])  # labels are those of the first S positions
 
     def skip(self, count: int) -> None:
-        self._taken += count
+        self._taken += count  # computed order: what other ranks read is not touched
 
     def _beyond(self, start: int, tokens: np.ndarray) -> UserError:
         where = int(tokens.argmax())

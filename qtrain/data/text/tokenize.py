@@ -57,7 +57,7 @@ def tokenize(
                 writer.write(chunk, documents, skip)
                 documents += chunk.documents
                 progress.advance(chunk.documents, len(chunk.ids) - skip)
-                skip = 0
+                skip = 0  # only the first chunk was begun by an earlier run
             manifest.documents = documents
             writer.finish()
     except OSError as error:
@@ -133,7 +133,7 @@ def encode_chunks(
     # Forked where that is safe: a fresh interpreter takes seconds to import the same modules.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     prepare = (tokenizer, dtype, os.getpid())
-    waiting: deque[tuple[dict[str, Any], Future]] = deque()
+    waiting: deque[tuple[dict[str, Any], Future]] = deque()  # in the order of the corpus, which the shards keep
 
     def take() -> Encoded:
         chunk_state, future = waiting.popleft()

@@ -69,7 +69,7 @@ def _model(pieces: list[tuple[str, float, int]], kind: int, byte_fallback: bool)
     unknown = next((i for i, (_, _, type_) in enumerate(pieces) if type_ == UNKNOWN), None)
     if kind == UNIGRAM:
         return models.Unigram([(piece, score) for piece, score, _ in pieces], unknown, byte_fallback)
-    vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
+    vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}  # ids are places in the file
     merges = []
     for piece, score, type_ in pieces:
         if type_ == NORMAL:
@@ -141,7 +141,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             continue
         if wire not in (1, 2, 5):
             raise ValueError("it is not a protocol buffer")
-        size = {1: 8, 5: 4}.get(wire) or varint()
+        size = {1: 8, 5: 4}.get(wire) or varint()  # fixed, or stated before the bytes
         if not 0 <= size <= len(data) - at:
             raise ValueError("it is truncated")
         yield key >> 3, data[at : at + size]
@@ -185,6 +185,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, flag: str) -> bytes:
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     left = TRAINING_CHARACTERS
     for text in texts:
+        # Escaped as the converted tokenizer will: pieces are learned from what it encodes.
         for line in text.replace(ESCAPE, ESCAPE + "0").replace(SPACE, ESCAPE + "1").split("\n"):
             if line and "\0" not in line:
                 yield line

@@ -26,10 +26,7 @@ from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
 ALIASES = {
     "llama2": ("NousResearch/Llama-2-7b-hf", "Llama 2's 32,000 pieces, from an ungated mirror"),
     "llama3": ("NousResearch/Meta-Llama-3-8B", "Llama 3's 128,256 pieces, from an ungated mirror"),
-    "mistral": (
-        "mistral-community/Mistral-7B-v0.2",
-        "Mistral 7B's 32,000 pieces, from an ungated mirror",
-    ),
+    "mistral": ("mistral-community/Mistral-7B-v0.2", "Mistral 7B's 32,000 pieces, from an ungated mirror"),
     "qwen2.5": ("Qwen/Qwen2.5-0.5B", "Qwen2.5's 151,665 pieces"),
 }
 
@@ -151,6 +148,7 @@ class FastTokenizer(Tokenizer):
         self.name, self._json, self._config, self._chat_template = name, tokenizer_json, config, chat_template
         self._sentencepiece_model = sentencepiece_model
         self._backend = Backend.from_str(tokenizer_json)
+        # Only where a pattern may backtrack without end: muting takes a lock and a file at every call.
         self._mute = muted_panics if NESTED_QUANTIFIER.search(tokenizer_json) else contextlib.nullcontext
         # A tokenizer.json may carry its model's truncation and padding.
         self._backend.no_truncation()
@@ -203,6 +201,7 @@ def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], ch
     folder.mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in config.items() if k not in ("auto_map", "name_or_path", "tokenizer_file", "backend")}
     kept = {"add_prefix_space": _adds_prefix_space(json.loads(tokenizer_json)), **kept}
+    # A class that runs tokenizer.json as it is.
     kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")

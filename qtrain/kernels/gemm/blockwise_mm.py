@@ -176,11 +176,7 @@ def launch_blockwise_mm(
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-_TILINGS = [
-    BlockwiseTiling(128, 64, 4, 3, 2),
-    BlockwiseTiling(64, 128, 4, 3, 2),
-    BlockwiseTiling(128, 128, 8, 3),
-]
+_TILINGS = [BlockwiseTiling(128, 64, 4, 3, 2), BlockwiseTiling(64, 128, 4, 3, 2), BlockwiseTiling(128, 128, 8, 3)]
 Tilings = dict[str, BlockwiseTiling | WgmmaTiling]
 TILINGS: Tilings = {tiling.name: tiling for tiling in _TILINGS}
 ALL_TILINGS: Tilings = {**WGMMA_TILINGS, **TILINGS}
@@ -236,21 +232,9 @@ def _column_major(scale: Tensor) -> Tensor:
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
-def _run(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: str,
-    block_b: str,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    if name == "cublas":
-        return _blockwise_mm_cublas(a, b, scale_a, scale_b, block_b, out_dtype, bias)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    return launch_blockwise_mm(a, b, scale_a, scale_b, block_a, block_b, out, ALL_TILINGS[name], bias)
+def check_blocks(block_a: str, block_b: str) -> None:
+    if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
+        raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
 
 
 @operator("blockwise_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
@@ -268,13 +252,18 @@ def blockwise_mm(
 
     block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32".
     """
-    if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
-        raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
+    check_blocks(block_a, block_b)
     a, b = k_major(a), k_major(b)
     m, n = a.shape[0], b.shape[0]
     names = blockwise_mm_names(a, b, scale_b, block_a, block_b, out_dtype) if a.is_cuda and a.numel() and n else []
     if not names or forced() == "ref":
         return blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            return _blockwise_mm_cublas(a, b, scale_a, scale_b, block_b, out_dtype, bias)
+        out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        return launch_blockwise_mm(a, b, scale_a, scale_b, block_a, block_b, out, ALL_TILINGS[name], bias)
+
     key = (m, n, a.shape[1], a.dtype, b.dtype, block_a, block_b, out_dtype)
-    arguments = (a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
-    return _run(choose("blockwise_mm", key, names, lambda name: _run(name, *arguments)), *arguments)
+    return run(choose("blockwise_mm", key, names, run))

@@ -130,6 +130,7 @@ def _issue(a, b, partial, false_pred, HALF: gl.constexpr, PART: gl.constexpr, VE
     b = b.slice(128 * PART, 128, dim=0).permute((1, 0))
     if not VECTOR_B:
         named_barrier("bar.sync", FIRST_TURN + HALF, TURN, 128)
+    # Use_acc false: a fresh sum for each block.
     token = hopper.warpgroup_mma(a, b, partial, use_acc=false_pred, is_async=True)
     if not VECTOR_B:
         named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, TURN, 128)
@@ -153,6 +154,7 @@ def _scale_pointers(scales, strides, group, row, column, m, n, LAYOUT: gl.conste
     scale_a_ptr, scale_b_ptr = scales
     a_row_stride, _, b_group_stride, b_row_stride, _ = strides
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    # 128x128 blocks: one scale for 128 columns, two for a tile of 256; the second one exists unless n ends before it.
     left = scale_b_ptr + group * b_group_stride + column // 128 * b_row_stride
     return scale_a_ptr + rows * a_row_stride, rows < m, left, left + b_row_stride * (column + 128 < n).to(gl.int32)
 
@@ -218,6 +220,7 @@ def _zero_tail(common, tiles, tiles_n, HALF: gl.constexpr, BLOCK_N: gl.constexpr
     first = tiles + (gl.program_id(0) + programs - tiles % programs) % programs
     if first < end:
         hopper.tma.store_wait(0)
+        # Once: every tile of zeros is copied from it.
         buffer.store(gl.zeros((64, 128), c_desc.dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
         hopper.fence_async_shared()
         for tile in range(first, end, programs):
@@ -246,7 +249,7 @@ def _multiply_tiles(
     LEFT: gl.constexpr = HALF * (BLOCK_N // 128)  # the first of its buffers for the output
     m, n, _, _ = sizes
     scales = scale_a_ptr, scale_b_ptr, strides
-    tiles = counts[0]
+    tiles = counts[0]  # of all CTAs
     # One partial product at a time, fp32 [64, 128]: 64 registers per thread, and 128 more for the sums of 256 columns.
     partial, false_pred = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
     stage, phase = 0, 0
@@ -282,11 +285,12 @@ def _multiply_tiles(
             named_barrier("bar.arrive", FIRST_FREE + stage, FREE, 128)
             stage = following_stage
         out_group, out_row, out_column = group, row + 64 * HALF, column
+        # Clamped: the last tile loads scales that nobody uses.
         following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
         group, row, column, first, end, of_tile, next_scales = _begin(
             following, counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
         )
-        if out_row < m:
+        if out_row < m:  # the lower half of the last tile may be outside
             if GROUPED == "sums":
                 out_row += out_group * m
             hopper.tma.store_wait(0)  # of the tile before, from the same memory

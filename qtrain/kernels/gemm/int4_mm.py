@@ -19,7 +19,7 @@ from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import Tiling, scale_tile, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, scale_tile, scales_rows, store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 from qtrain.kernels.numerics.formats import unpack
 
@@ -84,35 +84,33 @@ def _times_16(packed, PTX: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["m", "n", "width"])  # one binary for all shapes: descriptors do the addressing
+@triton.jit  # one binary for all shapes: descriptors do the addressing
 def _int4_mm_kernel(
     # TMA descriptors of A [m, width] and B [n, width], uint8, two codes a byte; and of the output [m, n].
     a_desc, b_desc, c_desc,
-    # fp32 [m] or [1], [n] or [1]; None: stores the int32 sums.
-    scale_a_ptr, scale_b_ptr, m, n,
-    # K in packed bytes, as BLOCK_K is.
-    width,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, PTX: tl.constexpr,
+    # As for `_persistent_mm_kernel`, without a bias; block_k counts packed bytes.
+    epilogue_ptrs, PROGRAMS: tl.constexpr, TILING: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A persistent kernel as `_persistent_mm_kernel`, with two products per step: of low nibbles, and of high ones."""
+    m, n, width = a_desc.shape[0], b_desc.shape[0], a_desc.shape[1]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-        for start in range(0, width, BLOCK_K):
+        for start in range(0, width, TILING.block_k):
             a_low, a_high = _times_16(a_desc.load([row, start]), PTX)
             b_low, b_high = _times_16(b_desc.load([column, start]), PTX)
-            total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)
+            total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)  # int32 [BLOCK_M, BLOCK_N], 256 times the sum
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
         total = total >> 8  # both operands were 16 times their codes; exact, the low eight bits are zero
-        if scale_a_ptr is not None:
-            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B)
-            store_tile(c_desc, out, row, column, SUBTILES)
+        if epilogue_ptrs[0] is not None:
+            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
+            store_tile(c_desc, out, row, column, TILING.subtiles)
         else:
-            store_tile(c_desc, total, row, column, SUBTILES)
+            store_tile(c_desc, total, row, column, TILING.subtiles)
 
 
 def launch_unpack_halves(packed: Tensor) -> Tensor:
@@ -133,20 +131,17 @@ def launch_int4_mm(
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (m, width), n, t = a.shape, b.shape[0], tiling
+    m, n, t = a.shape[0], b.shape[0], tiling
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     # Where two CTAs fit on an SM, one unpacks while the other multiplies.
     per_sm = 2 if t.warps == 4 else 1
     programs = min(per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
-    scale_a, scale_b = (None, None) if scales is None else scales
-    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     _int4_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, m, n, width, PROGRAMS=programs, GROUP_M=t.group_m,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
-        ROWS_A=rows_a, ROWS_B=rows_b, PTX=has_ptx(a.device), num_warps=t.warps, num_stages=t.stages,
+        (*(scales or (None, None)), None), PROGRAMS=programs,
+        TILING=t, ROWS=scales_rows(scales), PTX=has_ptx(a.device), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 

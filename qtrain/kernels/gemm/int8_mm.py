@@ -81,10 +81,6 @@ def int8_mm_names(m: int, n: int, k: int) -> list[str]:
     return [*names, "cublas"]
 
 
-def _run(name: str, a: Tensor, b: Tensor) -> Tensor:
-    return int8_mm_ref(a, b) if name == "cublas" else launch_int8_mm(a, b, TILINGS[name])
-
-
 def _aligned_rows(x: Tensor) -> Tensor:
     """x, whose rows may be slices of longer ones, or a copy if they are not contiguous at multiples of 16 bytes."""
     # What a TMA descriptor asks of a slice of columns: spans of K are such.
@@ -99,4 +95,8 @@ def int8_mm(a: Tensor, b: Tensor) -> Tensor:
     if not (a.is_cuda and m and n and k) or forced() == "ref":
         return int8_mm_ref(a, b)
     a, b = _aligned_rows(a), _aligned_rows(b)
-    return _run(choose("int8_mm", (m, n, k), int8_mm_names(m, n, k), lambda name: _run(name, a, b)), a, b)
+
+    def run(name: str) -> Tensor:
+        return int8_mm_ref(a, b) if name == "cublas" else launch_int8_mm(a, b, TILINGS[name])
+
+    return run(choose("int8_mm", (m, n, k), int8_mm_names(m, n, k), run))

@@ -54,18 +54,19 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def scale_tile(
-    total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
-):
+def scale_tile(total, row, column, epilogue_ptrs, sizes, ROWS: tl.constexpr):
     """The epilogue: sums of products of codes, a tile at (row, column) -> fp32, times the scales, plus the bias [n] if
-    bias_ptr is not None. ROWS_A, ROWS_B: a scale per row of the operand, or one for all."""
+    there is one. epilogue_ptrs: scales of A and of B, and the bias or None; sizes: (m, n). ROWS: whether A, and whether
+    B, has a scale per row, or one for all."""
+    scale_a_ptr, scale_b_ptr, bias_ptr = epilogue_ptrs
+    m, n = sizes
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     out = total.to(tl.float32)  # exact for int32 sums below 2**24, else rounded once
-    if ROWS_A:
+    if ROWS[0]:
         out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
     else:
         out *= tl.load(scale_a_ptr)
-    if ROWS_B:
+    if ROWS[1]:
         out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
     else:
         out *= tl.load(scale_b_ptr)
@@ -88,46 +89,41 @@ def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr):
         store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2)
 
 
-ACCUMULATORS = {
-    torch.int8: "int32",
-    torch.float16: "fp16",
-    torch.bfloat16: "fp32",
-    torch.float8_e4m3fn: "fp32",
-    torch.float8_e5m2: "fp32",
-}
-"""The accumulator of each operand dtype."""
-
-
-@triton.jit(do_not_specialize=["m", "n", "k", "tiles"])  # one binary for all shapes: descriptors do the addressing
+@triton.jit(do_not_specialize=["tiles"])  # one binary for all shapes: descriptors do the addressing
 def _persistent_mm_kernel(
     # TMA descriptors of A [m, k] and B [n, k], int8, fp8 or fp16, K-major, in blocks [BLOCK_M or BLOCK_N, BLOCK_K]; and
     # of the output [m, n], in blocks [BLOCK_M, BLOCK_N / SUBTILES]. Reads outside give zeros, writes are dropped.
     a_desc, b_desc, c_desc,
-    # fp32 [m] or [1], [n] or [1]; None: stores the accumulators. Bias of any float dtype [n], or None.
-    scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
-    # Only the first so many tiles are computed: the rest is left to split-K.
-    tiles, PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
-    # IMPRECISE: max_num_imprecise_acc of FP8; BLOCK_K adds every step to an fp32 total outside the tensor cores.
-    ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    # Scales fp32 [m] or [1], [n] or [1]; None: stores the accumulators. Bias of any float dtype [n], or None.
+    epilogue_ptrs,
+    # Only the first so many tiles are computed: the rest is left to split-K. TILING: a `Tiling`.
+    tiles, PROGRAMS: tl.constexpr, TILING: tl.constexpr,
+    # max_num_imprecise_acc of FP8: block_k adds every step to an fp32 total outside the tensor cores.
+    IMPRECISE: tl.constexpr,
+    # As for `scale_tile`.
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """PROGRAMS CTAs stay resident and take every PROGRAMS-th tile. flatten: tiles and steps of K become one loop, so
     that the loads of the next tile's first stages overlap with this tile's epilogue."""
-    DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float16 if ACCUMULATOR == "fp16" else tl.float32
+    m, n, k = a_desc.shape[0], b_desc.shape[0], a_desc.shape[1]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    dtype: tl.constexpr = a_desc.dtype
+    DTYPE: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float16 if dtype == tl.float16 else tl.float32
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
-        for start in range(0, k, BLOCK_K):
+        for start in range(0, k, TILING.block_k):
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        if scale_a_ptr is not None:
-            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A, ROWS_B)
-            store_tile(c_desc, out, row, column, SUBTILES)
+        if epilogue_ptrs[0] is not None:
+            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
+            store_tile(c_desc, out, row, column, TILING.subtiles)
         else:
-            store_tile(c_desc, total, row, column, SUBTILES)
+            store_tile(c_desc, total, row, column, TILING.subtiles)
 
 
 def launch_persistent_mm(
@@ -148,25 +144,29 @@ def launch_persistent_mm(
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (m, k), n, t = a.shape, b.shape[0], tiling
+    m, n, t = a.shape[0], b.shape[0], tiling
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), tiles)  # all resident at once
-    scale_a, scale_b = scales or (None, None)
-    # One scale of a tensor is a scalar load; one per row a vector.
-    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
-    exact = ACCUMULATORS[a.dtype] == "fp32" and not fast_accum
     _persistent_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, bias, m, n, k, tiles,
-        PROGRAMS=programs, GROUP_M=t.group_m,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
-        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=t.block_k if exact else None, ROWS_A=rows_a, ROWS_B=rows_b,
+        (*(scales or (None, None)), bias), tiles, PROGRAMS=programs,
+        TILING=t, IMPRECISE=imprecise(a, t, fast_accum), ROWS=scales_rows(scales),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
+
+
+def imprecise(a: Tensor, t: Tiling, fast_accum: bool) -> int | None:
+    """max_num_imprecise_acc: of FP8 alone."""
+    return t.block_k if a.dtype.itemsize == 1 and a.dtype != torch.int8 and not fast_accum else None
+
+
+def scales_rows(scales: tuple[Tensor, Tensor] | None) -> tuple[bool, bool]:
+    """ROWS of `scale_tile`: one scale of a tensor is a scalar load; one per row a vector."""
+    return tuple(scale.numel() > 1 for scale in scales) if scales else (False, False)
 
 
 BLOCK = 128
@@ -181,6 +181,7 @@ def transpose_8bit_ref(x: Tensor) -> Tensor:
 def _transpose_8bit_kernel(x_ptr, out_ptr, rows, columns, stride, BLOCK: tl.constexpr):
     # A tile's row is 128 bytes, one cache line, on both sides.
     row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    # int64: codes of logits may have more than 2**31 elements.
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(x_ptr + row[:, None] * stride + column[None, :], inside)

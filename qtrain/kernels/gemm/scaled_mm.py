@@ -63,6 +63,10 @@ def _scale_total(
 
 def _check(a: Tensor, b: Tensor) -> None:
     assert a.shape[1] == b.shape[1], f"operands have K = {a.shape[1]} and {b.shape[1]}"
+    check_kinds(a, b)
+
+
+def check_kinds(a: Tensor, b: Tensor) -> None:
     # e5m2 gradients meet e4m3 weights.
     same_kind = a.dtype == b.dtype == torch.int8 or (a.dtype in FP8 and b.dtype in FP8)
     assert same_kind, f"operands are both int8 or both FP8, not {a.dtype} and {b.dtype}"
@@ -164,22 +168,6 @@ def _scaled_mm_cublas(
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def _run(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast: bool,
-) -> Tensor:
-    if name == "cublas":
-        return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast)
-
-
 @operator("scaled_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
 def scaled_mm(
     a: Tensor,
@@ -201,6 +189,12 @@ def scaled_mm(
     names = scaled_mm_names(a, b, out_dtype)
     if not names:
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
+        out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast_accum)
+
     key = (m, n, a.shape[1], a.dtype, b.dtype, out_dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
-    arguments = (a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
-    return _run(choose("scaled_mm", key, names, lambda name: _run(name, *arguments)), *arguments)
+    return run(choose("scaled_mm", key, names, run))

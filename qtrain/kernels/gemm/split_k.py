@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import Tiling, scale_tile, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_tile, scales_rows, store_tile, tile_of
 
 MIN_STEPS = 8
 """Least steps of BLOCK_K per slice: fewer do not fill the pipeline of loads."""
@@ -54,24 +54,25 @@ def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["m", "n", "k", "whole", "rest", "depth"])
+@triton.jit(do_not_specialize=["whole", "rest", "depth"])
 def _slice_kernel(
     # TMA descriptors of A [m, k] and B [n, k], 8-bit codes, K-major.
     a_desc, b_desc,
     # int32 or fp32 [slices, rest, BLOCK_M, BLOCK_N]: the workspace, one tile of accumulators per CTA.
-    slices_ptr, m, n, k,
+    slices_ptr,
     # Tiles before the split ones; tiles that are split; K of a slice.
-    whole, rest, depth,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    INT8: tl.constexpr, IMPRECISE: tl.constexpr,
+    whole, rest, depth, TILING: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
     """The accumulators of one tile over `depth` of K. CTAs that start together read the same slice of the operands."""
-    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    m, n, k = a_desc.shape[0], b_desc.shape[0], a_desc.shape[1]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    ACCUMULATOR: tl.constexpr = tl.int32 if a_desc.dtype == tl.int8 else tl.float32
     program = tl.program_id(0)
-    tile_m, tile_n = tile_of(whole + program % rest, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP_M)
+    tile_m, tile_n = tile_of(whole + program % rest, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column, first = tile_m * BLOCK_M, tile_n * BLOCK_N, program // rest * depth
     total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)
-    for start in range(first, min(first + depth, k), BLOCK_K):
+    for start in range(first, min(first + depth, k), TILING.block_k):
         a = a_desc.load([row, start])
         b = b_desc.load([column, start])
         total = tl.dot(a, b.T, total, out_dtype=ACCUMULATOR, max_num_imprecise_acc=IMPRECISE)
@@ -79,26 +80,27 @@ def _slice_kernel(
     tl.store(slices_ptr + rows[:, None] * BLOCK_N + columns[None, :], total)
 
 
-@triton.jit(do_not_specialize=["m", "n", "whole", "rest", "slices"])
+@triton.jit(do_not_specialize=["whole", "rest", "slices"])
 def _sum_slices_kernel(
-    # The workspace of `_slice_kernel`; the output [m, n] in blocks [ROWS, BLOCK_N].
+    # The workspace of `_slice_kernel`; the output [m, n] in blocks [DOWN, BLOCK_N].
     slices_ptr, c_desc,
-    # fp32 [m] or [1], [n] or [1]; bias [n], or None.
-    scale_a_ptr, scale_b_ptr, bias_ptr, m, n, whole, rest, slices,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    # As for `scale_tile`. Tiles before the split ones; tiles that are split; slices of each.
+    epilogue_ptrs, whole, rest, slices, TILING: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a tile: its slices summed from the first of K to the last, scaled and stored. The order of additions
+    """DOWN rows of a tile: its slices summed from the first of K to the last, scaled and stored. The order of additions
     is fixed, so that the result is deterministic: no atomics."""
-    tile, top = tl.program_id(0) // (BLOCK_M // ROWS), tl.program_id(0) % (BLOCK_M // ROWS) * ROWS
-    rows, columns = tile * BLOCK_M + top + tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
+    m, n = c_desc.shape[0], c_desc.shape[1]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    tile, top = tl.program_id(0) // (BLOCK_M // DOWN), tl.program_id(0) % (BLOCK_M // DOWN) * DOWN
+    rows, columns = tile * BLOCK_M + top + tl.arange(0, DOWN), tl.arange(0, BLOCK_N)
     index = rows[:, None] * BLOCK_N + columns[None, :]
     total = tl.load(slices_ptr + index)
     for i in tl.range(1, slices, loop_unroll_factor=4):  # several loads in flight
         total += tl.load(slices_ptr + i * rest * BLOCK_M * BLOCK_N + index)
-    tile_m, tile_n = tile_of(whole + tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP_M)
+    tile_m, tile_n = tile_of(whole + tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
-    out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A, ROWS_B)
+    out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
     store_tile(c_desc, out, row, column, 1)
 
 
@@ -117,21 +119,16 @@ def launch_split_tiles(
     """The tiles of `launch_scaled_mm` that are split, with its arguments."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (m, k), n, t, s = a.shape, b.shape[0], tiling, split
-    int8 = a.dtype == torch.int8
-    accumulator = torch.int32 if int8 else torch.float32  # as in the tensor cores: INT8 stays exact
+    t, s = tiling, split
+    accumulator = torch.int32 if a.dtype == torch.int8 else torch.float32  # as in the tensor cores: INT8 stays exact
     slices = torch.empty(s.slices * s.rest * t.block_m, t.block_n, dtype=accumulator, device=a.device)
     _slice_kernel[(s.slices * s.rest,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
-        slices, m, n, k, s.whole, s.rest, depth=s.steps * t.block_k,
-        GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-        INT8=int8, IMPRECISE=None if int8 or fast_accum else t.block_k,
-        num_warps=t.warps, num_stages=t.stages,
+        slices, s.whole, s.rest, s.steps * t.block_k,
+        TILING=t, IMPRECISE=imprecise(a, t, fast_accum), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     _sum_slices_kernel[(s.rest * t.block_m // SUM_ROWS,)](
-        slices, TensorDescriptor.from_tensor(out, [SUM_ROWS, t.block_n]), scale_a, scale_b, bias,
-        m, n, s.whole, s.rest, s.slices, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, ROWS=SUM_ROWS,
-        ROWS_A=scale_a.numel() > 1, ROWS_B=scale_b.numel() > 1,
-        num_warps=4,
+        slices, TensorDescriptor.from_tensor(out, [SUM_ROWS, t.block_n]), (scale_a, scale_b, bias),
+        s.whole, s.rest, s.slices, TILING=t, DOWN=SUM_ROWS, ROWS=scales_rows((scale_a, scale_b)), num_warps=4,
     )  # fmt: skip

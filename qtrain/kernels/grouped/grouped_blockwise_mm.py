@@ -21,12 +21,14 @@ from qtrain.kernels.gemm.blockwise_mm import (
     Tilings,
     add_block,
     blockwise_mm_ref,
+    check_blocks,
     load_scale_b,
     tilings_for,
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import tile_of
-from qtrain.kernels.grouped.grouped_mm import check_operands, kernels_take
+from qtrain.kernels.gemm.scaled_mm import check_kinds
+from qtrain.kernels.grouped.grouped_mm import kernels_take
 from qtrain.kernels.grouped.per_group import (
     check_groups,
     empty_rows,
@@ -83,7 +85,7 @@ def k_grouped_blockwise_mm_ref(
     """A [N, R], B [K, R] -> [E * N, K]: `blockwise_mm_ref` of each group's columns."""
     along, sums = BLOCKS[block_a][1], []
     for e in range(starts.shape[0] - 1):
-        own = [own_columns(t, starts, e) for t in (a, b)]
+        own = [own_columns(t, starts, e) for t in (a, b)]  # [N, rows of e], [K, rows of e]
         scales = [own_columns(t, starts, e, along) for t in (scale_a, scale_b)]
         sums.append(blockwise_mm_ref(*own, *scales, block_a, block_b, out_dtype))
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
@@ -115,7 +117,7 @@ def _m_grouped_blockwise_kernel(
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         group = tl.load(group_ptr + row // 128)
         scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
-        scale_b_group = scale_b_ptr + group * b_group_stride
+        scale_b_group = scale_b_ptr + group * b_group_stride  # of this group's matrix: [n / ROWS_B, k / BLOCK_K]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride)
@@ -153,6 +155,7 @@ def _k_grouped_blockwise_kernel(
             start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
             tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
             row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        # Step: counted over the rows of all groups, as scales are.
         step, rows = start // BLOCK_K, row + tl.arange(0, BLOCK_M)
         scale_a = tl.load(scale_a_ptr + rows // ROWS_A * a_row_stride + step * a_k_stride, rows < n, 0.0)
         scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, k, b_row_stride, BLOCK_N, ROWS_B)
@@ -272,11 +275,6 @@ def _supported(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
     return a.is_cuda and kernels_take(a, k, n, out_dtype) and forced() != "ref"
 
 
-def _check_blocks(block_a: str, block_b: str) -> None:
-    if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
-        raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
-
-
 @operator("m_grouped_blockwise_mm", fake=empty_rows)
 def m_grouped_blockwise_mm(
     a: Tensor,
@@ -295,8 +293,8 @@ def m_grouped_blockwise_mm(
     same way. block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32". The rest as for
     `m_grouped_mm`.
     """
-    _check_blocks(block_a, block_b)
-    check_operands(a, b)
+    check_blocks(block_a, block_b)
+    check_kinds(a, b)
     check_groups(a.shape[0], group_of_block)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     by_rows = b.shape[1] == a.shape[1]  # `output` has matrices along rows, `grad_input` along columns
@@ -329,8 +327,8 @@ def k_grouped_blockwise_mm(
 
     scale_a, scale_b: as the quantizers give them for A and B. The rest as for `k_grouped_mm`.
     """
-    _check_blocks(block_a, block_b)
-    check_operands(a, b)
+    check_blocks(block_a, block_b)
+    check_kinds(a, b)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     n, k = a.shape[0], b.shape[0]
     present = a.numel() and b.numel() and groups

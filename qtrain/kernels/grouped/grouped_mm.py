@@ -16,7 +16,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling
-from qtrain.kernels.gemm.scaled_mm import FP8, scaled_mm_ref
+from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
 from qtrain.kernels.grouped.per_group import (
     check_groups,
     empty_rows,
@@ -43,7 +43,7 @@ def m_grouped_mm_ref(
 
     def multiply(group: int, rows: slice) -> Tensor:
         scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
-        return scaled_mm_ref(a[rows], w[group], scale, scales[group], out_dtype)
+        return scaled_mm_ref(a[rows], w[group], scale, scales[group], out_dtype)  # [rows of the group, N]
 
     return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
 
@@ -59,11 +59,6 @@ def k_grouped_mm_ref(
         for e in range(groups)
     ]
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
-
-
-def check_operands(a: Tensor, b: Tensor) -> None:
-    same_kind = a.dtype == b.dtype == torch.int8 or (a.dtype in FP8 and b.dtype in FP8)
-    assert same_kind, f"operands are both int8 or both FP8, not {a.dtype} and {b.dtype}"
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
@@ -109,58 +104,14 @@ def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
 
 
 def _library(a: Tensor, b: Tensor, n: int, k: int, out_dtype: torch.dtype) -> list[str]:
+    # What PyTorch's product supports.
     takes = a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and n % 16 == k % 16 == 0
     return ["cublas"] if takes else []
 
 
 def _per_row(scale: Tensor, numel: int) -> Tensor:
     """PyTorch's grouped product takes a scale for each row of each group."""
-    return scale if scale.numel() == numel else scale.expand(numel).contiguous()
-
-
-def _run_rows(
-    name: str,
-    a: Tensor,
-    w: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    group_of_block: Tensor,
-    starts: Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    """w: `matrices` [E, N, K]."""
-    (rows, _), (groups, n, _) = a.shape, w.shape  # R, E and N
-    if name == "cublas":
-        scales = _per_row(scale_a, rows), _per_row(scale_b, groups * n).view(groups, n)
-        out = torch._scaled_grouped_mm(
-            a, w.transpose(1, 2), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast
-        )
-        launch_zero_tail(out, group_of_block)  # PyTorch writes nothing after the last group
-        return out
-    out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
-    return launch_m_grouped(a, w, out, ROWS_TILINGS[name], group_of_block, starts, (scale_a, scale_b), fast_accum=fast)
-
-
-def _run_sums(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    starts: Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
-    if name == "cublas":
-        scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
-        out = torch._scaled_grouped_mm(a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast)
-        launch_zero_empty(out, starts)  # nor sums of groups without rows
-    else:
-        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
-        launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, (scale_a, scale_b), fast_accum=fast)
-    return out.view(groups * n, k)
+    return scale if scale.numel() == numel else scale.expand(numel).contiguous()  # 4 bytes a row
 
 
 @operator("m_grouped_mm", fake=empty_rows)
@@ -180,7 +131,7 @@ def m_grouped_mm(
     scale_a: fp32 [R] or [1]; scale_b: [E * N] or [1]. group_of_block int32 [R / 128], starts int32 [E + 1]: of
     `TokenPermutation`. Rows of no group are zero.
     """
-    check_operands(a, b)
+    check_kinds(a, b)
     check_groups(a.shape[0], group_of_block)
     a, groups = a.contiguous(), starts.shape[0] - 1
     w = matrices(b.contiguous(), a.shape[1], groups)  # a view [E, N, K] of either stacking, K-major
@@ -191,8 +142,20 @@ def m_grouped_mm(
     stacked = "rows" if w.is_contiguous() else "columns"
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
     key = (*a.shape, w.shape[1], groups, stacked, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
-    arguments = (a, w, scale_a, scale_b, group_of_block, starts, out_dtype, fast_accum)
-    return _run_rows(choose("m_grouped_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
+    rows, n = a.shape[0], w.shape[1]
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            scales = _per_row(scale_a, rows), _per_row(scale_b, groups * n).view(groups, n)
+            out = torch._scaled_grouped_mm(
+                a, w.transpose(1, 2), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast_accum
+            )
+            launch_zero_tail(out, group_of_block)  # PyTorch writes nothing after the last group
+            return out
+        out, tiling = torch.empty(rows, n, dtype=out_dtype, device=a.device), ROWS_TILINGS[name]
+        return launch_m_grouped(a, w, out, tiling, group_of_block, starts, (scale_a, scale_b), fast_accum=fast_accum)
+
+    return run(choose("m_grouped_mm", key, names, run))
 
 
 @operator("k_grouped_mm", fake=empty_sums)
@@ -210,12 +173,25 @@ def k_grouped_mm(
     A, B both int8 or both fp8: transposed codes. scale_a: fp32 [E * N] or [1]; scale_b: [E * K] or [1]. starts int32
     [E + 1]: `TokenPermutation`. Groups without rows have sums of zero.
     """
-    check_operands(a, b)
+    check_kinds(a, b)
     a, b = a.contiguous(), b.contiguous()
     names = sums_mm_names(a, b, out_dtype) if a.is_cuda and a.numel() and b.numel() else []
     if not names or forced() == "ref":
         return k_grouped_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
-    key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
-    arguments = (a, b, scale_a, scale_b, starts, out_dtype, fast_accum)
-    return _run_sums(choose("k_grouped_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
+    key = (*a.shape, k, groups, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
+            out = torch._scaled_grouped_mm(
+                a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast_accum
+            )
+            launch_zero_empty(out, starts)  # nor sums of groups without rows
+        else:
+            out, tiling = torch.empty(groups, n, k, dtype=out_dtype, device=a.device), SUMS_TILINGS[name]
+            launch_k_grouped(a, b, out, tiling, starts, (scale_a, scale_b), fast_accum=fast_accum)
+        return out.view(groups * n, k)
+
+    return run(choose("k_grouped_mm", key, names, run))

@@ -64,21 +64,11 @@ def _aligned(*operands: Tensor) -> bool:
         and t.dtype == torch.bfloat16
         and t.numel()
         and 1 in t.stride()[-2:]
-        and all(size % 8 == 0 for size in t.shape[-2:])
+        and all(size % 8 == 0 for size in t.shape[-2:])  # 8 bf16 are 16 bytes
         and all(stride == 1 or stride % 8 == 0 for stride in t.stride())
         and t.storage_offset() % 8 == 0
         for t in operands
     )
-
-
-def _run_rows(name: str, a: Tensor, w: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
-    """w: `matrices` [E, N, K]."""
-    if name == "cublas":
-        out = F.grouped_mm(a, w.transpose(1, 2), offs=starts[1:])
-        launch_zero_tail(out, group_of_block)
-        return out
-    out = a.new_empty(a.shape[0], w.shape[1])
-    return launch_m_grouped(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
 
 
 @operator("m_grouped_plain_mm", fake=lambda a, b, starts: empty_rows(a, b, starts, a.dtype))
@@ -94,20 +84,18 @@ def m_grouped_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Ten
     w = matrices(b if 1 in b.stride() else b.contiguous(), a.shape[1], groups)
     if not _aligned(a, w) or forced() == "ref":
         return m_grouped_plain_mm_ref(a, b, starts)
-    arguments = (a, w, group_of_block, starts)
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            out = F.grouped_mm(a, w.transpose(1, 2), offs=starts[1:])
+            launch_zero_tail(out, group_of_block)
+            return out
+        out = a.new_empty(a.shape[0], w.shape[1])
+        return launch_m_grouped(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
+
+    # Either layout of w has a fastest kernel of its own.
     key, names = (*a.shape, w.shape[1], groups, b.shape[1] == a.shape[1], w.stride(2)), [*ROWS_TILINGS, "cublas"]
-    return _run_rows(choose("m_grouped_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
-
-
-def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
-    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
-    if name == "cublas":
-        out = F.grouped_mm(a, b.t(), offs=starts[1:])
-        launch_zero_empty(out, starts)
-    else:
-        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
-        launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts)
-    return out.view(groups * n, k)
+    return run(choose("m_grouped_plain_mm", key, names, run))
 
 
 @operator("k_grouped_plain_mm", fake=empty_sums)
@@ -123,6 +111,16 @@ def k_grouped_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dt
         names = [*(t.name for t in (_LARGE, _TALL, _TWO, _SMALL)), "cublas"]
     else:
         names = [t.name for t in (_WIDE, _WIDE_TWO, _SMALL)]  # fp32 tiles; PyTorch's product stores bf16 only
-    arguments = (a, b, starts, out_dtype)
-    key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
-    return _run_sums(choose("k_grouped_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
+
+    def run(name: str) -> Tensor:
+        if name == "cublas":
+            out = F.grouped_mm(a, b.t(), offs=starts[1:])
+            launch_zero_empty(out, starts)
+        else:
+            out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
+            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts)
+        return out.view(groups * n, k)
+
+    key = (*a.shape, k, groups, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
+    return run(choose("k_grouped_plain_mm", key, names, run))

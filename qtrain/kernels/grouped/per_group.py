@@ -48,6 +48,7 @@ def multiply_rows(multiply: Callable[[int, slice], Tensor], out: Tensor, starts:
     if out.device.type == "cpu":
         for group, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
             if last > first:
+                # Zeros where a group has no rows, and after the last.
                 out[first:last] = multiply(group, slice(first, last))
         return out
     row = torch.arange(out.shape[0], device=out.device)
@@ -62,7 +63,7 @@ def own_columns(t: Tensor, starts: Tensor, group: int, block: int = 1) -> Tensor
     """The columns of t [*, R / block] that are of a group's rows; on a GPU all of them, the others zero."""
     if t.device.type == "cpu":
         first, last = starts[group : group + 2].tolist()
-        return t[:, first // block : last // block]
+        return t[:, first // block : last // block]  # groups begin at multiples of a block
     row = torch.arange(t.shape[1], device=t.device) * block
     mine = (row >= starts[group]) & (row < starts[group + 1])
     # `where` does not take FP8; its zero has the bits of 0.
@@ -78,7 +79,7 @@ def check_groups(rows: int, group_of_block: Tensor) -> None:
 @triton.jit
 def _zero_tail_kernel(out_ptr, group_ptr, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     # out [R, columns], group int32 [R / ROWS]. A CTA per block of rows and of columns; nearly all return at once.
-    if tl.load(group_ptr + tl.program_id(0)) >= 0:
+    if tl.load(group_ptr + tl.program_id(0)) >= 0:  # the block has a group: a product has filled it
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -94,6 +95,7 @@ def _zero_empty_kernel(out_ptr, starts_ptr, numel, BLOCK: tl.constexpr):
         return
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         index = start + tl.arange(0, BLOCK)
+        # int64: all groups' sums may exceed 2**31 elements.
         tl.store(out_ptr + group.to(tl.int64) * numel + index, tl.zeros((BLOCK,), tl.float32), index < numel)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import ACCUMULATORS, Tiling, scale_tile, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_tile, scales_rows, store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import SPAN
 
 
@@ -52,42 +52,42 @@ def store_matrix(c_desc, out, group, row, column, SUBTILES: tl.constexpr):
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["m", "n", "k", "groups"])  # one binary for all shapes: descriptors do the addressing
+@triton.jit  # one binary for all shapes: descriptors do the addressing
 def _m_grouped_kernel(
     # TMA descriptors: A [m, k] in blocks [BLOCK_M, BLOCK_K]; the groups' matrices [groups, n, k] in blocks of one
     # group, [1, BLOCK_N, BLOCK_K], or of their transposes (COLUMN_MAJOR); the output [m, n].
     a_desc, b_desc, c_desc,
-    # fp32 [m] or [1], [groups * n] or [1]; None: stores the accumulators.
-    scale_a_ptr, scale_b_ptr,
+    # Scales fp32 [m] or [1], [groups * n] or [1]; None: stores the accumulators.
+    scale_ptrs,
     # int32 [m / 128]: the group of each block of rows; [groups + 1]: first rows, the last one the end of all groups.
-    group_ptr, starts_ptr, m, n, k, groups,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    # BLOCK_M divides 128: a tile has rows of one group.
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
-    # IMPRECISE: max_num_imprecise_acc.
-    ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
-    COLUMN_MAJOR: tl.constexpr,
+    group_ptrs, PROGRAMS: tl.constexpr,
+    # The `Tiling`'s block_m divides 128: a tile has rows of one group.
+    TILING: tl.constexpr, IMPRECISE: tl.constexpr, ROWS: tl.constexpr, COLUMN_MAJOR: tl.constexpr,
 ):  # fmt: skip
     """As `_persistent_mm_kernel`, over the tiles of rows that belong to a group: their number is read on the device."""
-    DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
+    group_ptr, starts_ptr = group_ptrs
+    groups, m, n, k = b_desc.shape[0], c_desc.shape[0], c_desc.shape[1], a_desc.shape[1]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    DTYPE: tl.constexpr = tl.int32 if a_desc.dtype == tl.int8 else tl.float32
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         group = tl.load(group_ptr + row // 128)
         total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
-        for start in range(0, k, BLOCK_K):
+        for start in range(0, k, TILING.block_k):
             a = a_desc.load([row, start])
             b = load_matrix(b_desc, group, column, start, COLUMN_MAJOR)
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        if scale_a_ptr is not None:
-            scale_b = scale_b_ptr + group * n if ROWS_B else scale_b_ptr
-            out = scale_tile(total, row, column, scale_a_ptr, scale_b, None, m, n, ROWS_A, ROWS_B)
-            store_tile(c_desc, out, row, column, SUBTILES)
+        if scale_ptrs[0] is not None:
+            scale_b = scale_ptrs[1] + group * n if ROWS[1] else scale_ptrs[1]
+            out = scale_tile(total, row, column, (scale_ptrs[0], scale_b, None), (m, n), ROWS)
+            store_tile(c_desc, out, row, column, TILING.subtiles)
         else:
-            store_tile(c_desc, total, row, column, SUBTILES)
-    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, SUBTILES)
+            store_tile(c_desc, total, row, column, TILING.subtiles)
+    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, TILING.subtiles)
 
 
 @triton.jit
@@ -122,29 +122,19 @@ def launch_m_grouped(
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (m, k), (groups, n, _), t = a.shape, b.shape, tiling
+    (m, n), t = out.shape, tiling
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
-    scale_a, scale_b = scales or (None, None)
-    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     column_major = b.stride(2) != 1  # the descriptor is of the transpose, which is contiguous
     block_b = [1, t.block_k, t.block_n] if column_major else [1, t.block_n, t.block_k]
     _m_grouped_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b.transpose(1, 2) if column_major else b, block_b),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, group_of_block, starts, m, n, k, groups,
-        PROGRAMS=programs, GROUP_M=t.group_m,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
-        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=_imprecise(a, t, fast_accum), ROWS_A=rows_a, ROWS_B=rows_b,
-        COLUMN_MAJOR=column_major,
+        scales or (None, None), (group_of_block, starts), PROGRAMS=programs,
+        TILING=t, IMPRECISE=imprecise(a, t, fast_accum), ROWS=scales_rows(scales), COLUMN_MAJOR=column_major,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
-
-
-def _imprecise(a: Tensor, t: Tiling, fast_accum: bool) -> int | None:
-    """max_num_imprecise_acc: of FP8 alone."""
-    return t.block_k if a.dtype.itemsize == 1 and a.dtype != torch.int8 and not fast_accum else None
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
@@ -171,17 +161,15 @@ def launch_longest_first(starts: Tensor) -> Tensor:
 
 
 @triton.jit
-def _store_sums(
-    total, c_desc, scale_ptrs, at, sizes, SUBTILES: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
-):
+def _store_sums(total, c_desc, scale_ptrs, at, sizes, SUBTILES: tl.constexpr, ROWS: tl.constexpr):
     """Stores a tile at (group, row, column) of sums [groups, n, k], times the group's own scales if there are any."""
     scale_a_ptr, scale_b_ptr = scale_ptrs
     group, row, column = at
     n, k = sizes
     if scale_a_ptr is not None:
-        scale_a = scale_a_ptr + group * n if ROWS_A else scale_a_ptr
-        scale_b = scale_b_ptr + group * k if ROWS_B else scale_b_ptr
-        out = scale_tile(total, row, column, scale_a, scale_b, None, n, k, ROWS_A, ROWS_B)
+        scale_a = scale_a_ptr + group * n if ROWS[0] else scale_a_ptr
+        scale_b = scale_b_ptr + group * k if ROWS[1] else scale_b_ptr
+        out = scale_tile(total, row, column, (scale_a, scale_b, None), sizes, ROWS)
         store_matrix(c_desc, out, group, row, column, SUBTILES)
     else:
         store_matrix(c_desc, total, group, row, column, SUBTILES)
@@ -201,25 +189,28 @@ def steps_of_program(
     return tl.sum((after - before) * (rows // BLOCK_K), 0), tl.sum((rows > 0).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["n", "k", "groups"])
+@triton.jit
 def _k_grouped_kernel(
-    # TMA descriptors of A [n, rows] and B [k, rows], rows in groups, or of their transposes (COLUMN_MAJOR_A, _B); and
+    # TMA descriptors of A [n, rows] and B [k, rows], rows in groups, or of their transposes (COLUMN_MAJOR); and
     # of the output [groups, n, k] in blocks of one group.
     a_desc, b_desc, c_desc,
-    # fp32 [groups * n] or [1], [groups * k] or [1]; None: stores the accumulators.
-    scale_a_ptr, scale_b_ptr,
+    # Scales fp32 [groups * n] or [1], [groups * k] or [1]; None: stores the accumulators.
+    scale_ptrs,
     # int32 [groups + 1]: first rows; [groups]: the groups, those with most rows first.
-    starts_ptr, order_ptr, n, k, groups,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    # BLOCK_K divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SUBTILES: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
-    COLUMN_MAJOR_A: tl.constexpr, COLUMN_MAJOR_B: tl.constexpr,
+    group_ptrs, PROGRAMS: tl.constexpr,
+    # The `Tiling`'s block_k divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
+    TILING: tl.constexpr, BLOCK_E: tl.constexpr,
+    IMPRECISE: tl.constexpr, ROWS: tl.constexpr, COLUMN_MAJOR: tl.constexpr,
 ):  # fmt: skip
     """One loop over the steps of all tiles of a CTA, in which a new tile begins where one ends: the loads of the next
     tile overlap with the epilogue of this one. (Triton flattens nested loops by itself only where all tiles are as
     long.)"""
-    DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
+    starts_ptr, order_ptr = group_ptrs
+    groups, n, k = c_desc.shape[0], c_desc.shape[1], c_desc.shape[2]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    DTYPE: tl.constexpr = tl.int32 if a_desc.dtype == tl.int8 else tl.float32
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
@@ -233,16 +224,15 @@ def _k_grouped_kernel(
             item += PROGRAMS
             group = tl.load(order_ptr + item // tiles)
             start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
-            tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, TILING.group_m)
             row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        a = load_block(a_desc, row, start, COLUMN_MAJOR_A)
-        b = load_block(b_desc, column, start, COLUMN_MAJOR_B)
+        a = load_block(a_desc, row, start, COLUMN_MAJOR[0])
+        b = load_block(b_desc, column, start, COLUMN_MAJOR[1])
         total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
         if start + BLOCK_K >= last:
-            scale_ptrs, at = (scale_a_ptr, scale_b_ptr), (group, row, column)
-            _store_sums(total, c_desc, scale_ptrs, at, (n, k), SUBTILES, ROWS_A, ROWS_B)
+            _store_sums(total, c_desc, scale_ptrs, (group, row, column), (n, k), TILING.subtiles, ROWS)
             total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
-    zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, SUBTILES)
+    zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, TILING.subtiles)
 
 
 @triton.jit
@@ -259,14 +249,16 @@ def zero_empty(
             c_desc.store([group, tile // tiles_n * BLOCK_M, column], zeros)
 
 
-@triton.jit(do_not_specialize=["n", "k", "groups"])
+@triton.jit
 def _long_sums_kernel(
     # int8 [n, rows] and [k, rows]; the rest as for `_k_grouped_kernel`, which has stored these tiles, overflown.
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, n, k, groups, LONGEST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    a_desc, b_desc, c_desc, scale_ptrs, starts_ptr,
+    LONGEST: tl.constexpr, TILING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """INT8 sums of groups with more rows than LONGEST, whose products int32 holds; further ones are added in fp32."""
+    groups, n, k = c_desc.shape[0], c_desc.shape[1], c_desc.shape[2]
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     for group in range(groups):
         first, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
@@ -276,13 +268,12 @@ def _long_sums_kernel(
                 total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for begin in range(first, last, LONGEST):
                     span = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-                    for start in range(begin, min(begin + LONGEST, last), BLOCK_K):
+                    for start in range(begin, min(begin + LONGEST, last), TILING.block_k):
                         a = a_desc.load([row, start])
                         b = b_desc.load([column, start])
                         span = tl.dot(a, b.T, span, out_dtype=tl.int32)
                     total += span.to(tl.float32)
-                scale_ptrs, at = (scale_a_ptr, scale_b_ptr), (group, row, column)
-                _store_sums(total, c_desc, scale_ptrs, at, (n, k), 1, ROWS_A, ROWS_B)
+                _store_sums(total, c_desc, scale_ptrs, (group, row, column), (n, k), 1, ROWS)
 
 
 def launch_k_grouped(
@@ -306,25 +297,25 @@ def launch_k_grouped(
     (groups, n, k), t = out.shape, tiling
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # tiles of all groups
     programs = min(t.per_sm * sm_count(a.device), items)
-    scale_a, scale_b = scales or (None, None)
-    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
-    column_major_a, column_major_b = a.stride(1) != 1, b.stride(1) != 1
-    block_a = [t.block_k, t.block_m] if column_major_a else [t.block_m, t.block_k]
-    block_b = [t.block_k, t.block_n] if column_major_b else [t.block_n, t.block_k]
+    column_major = a.stride(1) != 1, b.stride(1) != 1  # the descriptors are of the transposes
+    block_a = [t.block_k, t.block_m] if column_major[0] else [t.block_m, t.block_k]
+    block_b = [t.block_k, t.block_n] if column_major[1] else [t.block_n, t.block_k]
     _k_grouped_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a.t() if column_major_a else a, block_a),
-        TensorDescriptor.from_tensor(b.t() if column_major_b else b, block_b),
+        TensorDescriptor.from_tensor(a.t() if column_major[0] else a, block_a),
+        TensorDescriptor.from_tensor(b.t() if column_major[1] else b, block_b),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups,
-        PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-        BLOCK_E=triton.next_power_of_2(groups), SUBTILES=t.subtiles,
-        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=_imprecise(a, t, fast_accum), ROWS_A=rows_a, ROWS_B=rows_b,
-        COLUMN_MAJOR_A=column_major_a, COLUMN_MAJOR_B=column_major_b,
+        scales or (None, None), (starts, launch_longest_first(starts)), PROGRAMS=programs,
+        TILING=t, BLOCK_E=triton.next_power_of_2(groups), IMPRECISE=imprecise(a, t, fast_accum),
+        ROWS=scales_rows(scales), COLUMN_MAJOR=column_major,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     if a.dtype == torch.int8 and a.shape[1] > SPAN:  # a group may have more rows than int32 holds products of
         launch_long_sums(a, b, out, starts, scales)
     return out
+
+
+_LONG = Tiling(64, 64, 128, 4, 3, subtiles=1)
+"""Of sums that are stored a second time: rare, so its tiles need no tuning."""
 
 
 def launch_long_sums(
@@ -333,12 +324,12 @@ def launch_long_sums(
     """The sums of `launch_k_grouped` of INT8 whose group has more rows than `longest`, a multiple of 128."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (groups, n, k), (scale_a, scale_b), block = out.shape, scales, 64
-    tiles = triton.cdiv(n, block) * triton.cdiv(k, block)
+    (_, n, k), t = out.shape, _LONG
+    tiles = triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
     _long_sums_kernel[(min(2 * sm_count(a.device), tiles),)](
-        TensorDescriptor.from_tensor(a, [block, 128]),
-        TensorDescriptor.from_tensor(b, [block, 128]),
-        TensorDescriptor.from_tensor(out, [1, block, block]),
-        scale_a, scale_b, starts, n, k, groups, LONGEST=longest, BLOCK_M=block, BLOCK_N=block, BLOCK_K=128,
-        ROWS_A=scale_a.numel() > 1, ROWS_B=scale_b.numel() > 1, num_warps=4, num_stages=3,
+        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n]),
+        scales, starts,
+        LONGEST=longest, TILING=t, ROWS=scales_rows(scales), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

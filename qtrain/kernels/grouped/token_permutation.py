@@ -131,12 +131,16 @@ def _starts_kernel(total_ptr, starts_ptr, groups, BINS: tl.constexpr, ALIGNMENT:
 @triton.jit
 def _place_kernel(
     # int64 [routes]: the group of each; int32 [groups, chunks], [groups], [groups + 1] of the kernels above.
-    group_ptr, offset_ptr, total_ptr, starts_ptr,
+    group_ptr, count_ptrs,
     # int32, of `TokenPermutation`: token_of_row [rows], row_of_topk [routes], group_of_block [blocks].
-    token_ptr, row_ptr, block_ptr,
-    routes, per_token, groups, chunks, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+    out_ptrs,
+    # (routes, routes of a token, groups, chunks, blocks).
+    sizes, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """The rows of a chunk of routes; the group of a block of rows, and -1 in those of its rows that hold no token."""
+    offset_ptr, total_ptr, starts_ptr = count_ptrs
+    token_ptr, row_ptr, block_ptr = out_ptrs
+    routes, per_token, groups, chunks, blocks = sizes
     pid, lane = tl.program_id(0), tl.arange(0, CHUNK)
     route = pid * CHUNK + lane
     inside = route < routes
@@ -172,8 +176,8 @@ def launch_group_rows(topk_ids: Tensor, groups: int) -> TokenPermutation:
     _offsets_kernel[(groups,)](offsets, total, chunks, CHUNKS=CHUNKS)
     _starts_kernel[(1,)](total, starts, groups, BINS=bins, ALIGNMENT=ALIGNMENT)
     _place_kernel[(max(chunks, blocks),)](
-        topk_ids, offsets, total, starts, token_of_row, row_of_topk, group_of_block,
-        routes, per_token, groups, chunks, blocks, BINS=bins, CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=8,
+        topk_ids, (offsets, total, starts), (token_of_row, row_of_topk, group_of_block),
+        (routes, per_token, groups, chunks, blocks), BINS=bins, CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=8,
     )  # fmt: skip
     return TokenPermutation(token_of_row, row_of_topk.view(tokens, per_token), group_of_block, starts)
 

@@ -75,7 +75,7 @@ def qk_norm_rope_ref(
     outs = []
     for x, weight in zip(_heads(qkv, len(q_weight), heads), (q_weight, k_weight), strict=False):
         x = x.float()
-        first, second = (x * _inverse_rms(x, eps) * weight.float()).chunk(2, dim=-1)
+        first, second = (x * _inverse_rms(x, eps) * weight.float()).chunk(2, dim=-1)  # [B, S, heads, D / 2] each
         out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         outs.append(out.to(qkv.dtype))
     return outs[0], outs[1]
@@ -93,9 +93,10 @@ def qk_norm_rope_backward_ref(
         x = x.float()
         r = _inverse_rms(x, eps)
         first, second = dy.float().chunk(2, dim=-1)
+        # The rotation by the opposite angle: its transpose.
         dn = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
         g = dn * weight.float()
-        dweights.append((dn * (x * r)).sum((0, 1, 2)))
+        dweights.append((dn * (x * r)).sum((0, 1, 2)))  # [D]
         grads.append((r * (g - x * (r * r * (g * x).mean(-1, keepdim=True)))).to(qkv.dtype))
     return torch.cat([t.flatten(2) for t in (*grads, dv)], dim=-1), torch.stack(dweights)
 
@@ -136,6 +137,7 @@ def _store_halves(ptrs, first, second, inside, HALF: tl.constexpr):
 @triton.jit
 def _inverse_rms_of(first, second, eps, D: tl.constexpr):
     """Of heads in two halves [ROWS, BLOCK] -> [ROWS, 1]."""
+    # Masked lanes are 0; divided by D, not by the block.
     return tl.rsqrt(tl.sum(first * first + second * second, 1, keep_dims=True) * (1.0 / D) + eps)
 
 

@@ -46,7 +46,8 @@ def scale_from_amax(amax_bits, CODE: tl.constexpr):
     scale = amax_bits.to(tl.float32, bitcast=True) * (1.0 / CODE.fmt.max)
     scale = tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN is kept
     if CODE.power_of_two:
-        raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000  # up to the next power of two; powers stay
+        # Inf and NaN as they are: adding to their bits would change them.
         scale = tl.where(scale < float("inf"), raised.to(tl.float32, bitcast=True), scale)
     return scale
 
@@ -55,7 +56,7 @@ def scale_from_amax(amax_bits, CODE: tl.constexpr):
 def inv_scale_of(scale, nonfinite):
     """1 / scale. nonfinite: a scalar, whether any scale is NaN or Inf; the reciprocal of those is 0."""
     if nonfinite:
-        scale = tl.where(scale < float("inf"), scale, float("inf"))
+        scale = tl.where(scale < float("inf"), scale, float("inf"))  # NaN compares false
     return tl.div_rn(1.0, scale)
 
 
@@ -88,6 +89,7 @@ def _encode_fp8(scaled, noise, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
             pattern += noise.to(tl.int32) * (1 << (DROPPED - 16)) + (1 << (DROPPED - 17))  # never reaches the sign
         else:
             bits = rounded.to(tl.int32, bitcast=True)
+            # To nearest, ties to even.
             normal = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & -(1 << DROPPED)
             # A sum whose last bit is worth the spacing of FP8's subnormals rounds to it.
             SMALLEST: tl.constexpr = 2.0 ** (1 - CODE.fmt.exponent_bias)  # normal number
@@ -141,6 +143,7 @@ def pack_codes(codes, PACKING: tl.constexpr):
         return codes
     else:
         even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+        # The sign's copies above the code are cut off.
         two = (even & ((1 << BITS) - 1)) | ((odd & ((1 << BITS) - 1)) << BITS)
         if PACKING == 2:
             return two

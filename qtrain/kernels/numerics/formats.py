@@ -177,12 +177,7 @@ def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Ten
 
 
 def dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    fmt: str,
-    granularity: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
+    codes: Tensor, scale: Tensor, fmt: str, granularity: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """codes and scale of a matrix of this shape, as `quantize` returns them -> values [M, K] in dtype, rounded once."""
     return (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)).to(dtype)

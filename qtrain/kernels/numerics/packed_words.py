@@ -36,6 +36,7 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
             pointer = tl.multiple_of(pointer, 16)
             pointers = pointer + (at[:, :, None] + tl.arange(0, 4)[None, None, :])
             halves = tl.join(tl.load(pointers), tl.load(pointers + 4))  # [R, C, 4, 2]
+            # Words 0 to 3, then 4 to 7.
             return tl.reshape(tl.permute(halves, (0, 1, 3, 2)), (group.shape[0], group.shape[1], 8))
         else:
             pointer = tl.multiple_of(pointer, 16 if WORDS > 2 else 8)
@@ -91,7 +92,7 @@ def store_words(address, group, limit, words, WORDS: tl.constexpr, ALIGNED: tl.c
             pointer = tl.multiple_of(pointer, 16)
             pointers = pointer + (at[:, :, None] + tl.arange(0, 4)[None, None, :])
             halves = tl.permute(tl.reshape(words, (group.shape[0], group.shape[1], 2, 4)), (0, 1, 3, 2))
-            low, high = tl.split(halves)
+            low, high = tl.split(halves)  # [R, C, 4] each
             tl.store(pointers, low, inside[:, :, None])
             tl.store(pointers + 4, high, inside[:, :, None])
         else:
@@ -102,7 +103,7 @@ def store_words(address, group, limit, words, WORDS: tl.constexpr, ALIGNED: tl.c
         if WORDS == 8:
             tl.store(address.to(tl.pointer_type(tl.int32)) + element, words, element < limit)
         elif WORDS == 4:
-            halves = _split_fields(words, 16)
+            halves = _split_fields(words, 16)  # [R, C, 8]
             tl.store(address.to(tl.pointer_type(tl.int16)) + element, halves.to(tl.int16), element < limit)
         elif WORDS == 2:
             bytes = _split_fields(_split_fields(words, 16), 8)

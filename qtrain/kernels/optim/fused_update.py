@@ -68,11 +68,12 @@ class FusedUpdate:
         for slot in slots:
             for (format, _), signed in zip(slot.states, SIGNED_STATES[rule], strict=True):
                 assert not format.block or format.signed == signed, f"{rule}: a state in {format.id}"
+        # fp64, as torch's own optimizers compute their scalars: 1 - 0.999**step loses digits in fp32.
         self.hyper = torch.zeros(groups, len(HYPER), dtype=torch.float64, device=device)
         self._hyper_values: list[list[float | None]] = [[None] * len(HYPER) for _ in range(groups)]
         # One tensor of counters, of which every slot's step is a view: one launch increments all.
         steps = [torch.zeros(()) if slot.step is None else slot.step.float() for slot in slots]
-        self.steps = torch.stack([s.cpu() for s in steps]).to(device)
+        self.steps = torch.stack([s.cpu() for s in steps]).to(device)  # fp32 [tensors]; exact up to 2**24 steps
         for i, slot in enumerate(self.slots):
             slot.step = self.steps[i]
         # The step is written by each update, on the device: no copy from the host while a CUDA graph is captured.
@@ -89,7 +90,7 @@ class FusedUpdate:
             column = HYPER.index(name)
             if isinstance(value, Tensor):
                 self.hyper[group, column].copy_(value)
-                self._hyper_values[group][column] = None
+                self._hyper_values[group][column] = None  # unknown on the host from now on
             elif value != self._hyper_values[group][column]:
                 self.hyper[group, column].fill_(value)
                 self._hyper_values[group][column] = value
@@ -122,7 +123,7 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
     for i, (slot, grad) in enumerate(zip(update.slots, grads, strict=True)):
         if grad is None:
             continue
-        if _torch_takes(update, slot, grad):
+        if _torch_takes(update, slot, grad):  # one fused call for all, many times as fast on a CPU
             plain.setdefault(slot.group, []).append(i)
             continue
         update.steps[i] += 1
@@ -155,6 +156,7 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
     for slot, grad in zip(update.slots, grads, strict=True):
         if slot.amax is not None and grad is not None and grad.numel():
             absmax = torch.linalg.vector_norm(slot.weight.detach(), ord=torch.inf).float()
+            # In place: the weight's quantizer reads this memory.
             slot.amax.bits.copy_(absmax.view(torch.int32))
 
 
@@ -171,14 +173,7 @@ def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:
 
 
 def _update_ref(
-    rule: str,
-    slot: Slot,
-    grad: Tensor,
-    step: float,
-    hyper: tuple[float, ...],
-    grad_scale: float,
-    key: Tensor,
-    sr: bool,
+    rule: str, slot: Slot, grad: Tensor, step: float, hyper: tuple[float, ...], grad_scale: float, key: Tensor, sr: bool
 ) -> None:
     """One tensor's update by the definition."""
     lr, weight_decay, beta1, beta2, eps = hyper
@@ -192,6 +187,7 @@ def _update_ref(
         m = states[0] * beta1 + g * (1 - beta1)
         v = states[1] * beta2 + g * g * (1 - beta2)
         states = [m, v]
+        # torch's formula, eps outside of the root.
         u = (m / (1 - beta1**step)) / (v.sqrt() / (1 - beta2**step) ** 0.5 + eps)
     elif rule == "lion":
         u = (states[0] * beta1 + g * (1 - beta1)).sign()

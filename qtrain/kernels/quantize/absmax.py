@@ -44,16 +44,17 @@ def column_absmax_ref(x: Tensor, groups: BlockGroups | None = None) -> Tensor:
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_kernel(
-    # fp32 or bf16 [m, k], or the m rows are gathered from it: token_ptr int32 [m], weight_ptr fp32 [m], or None.
-    x_ptr, token_ptr, weight_ptr,
-    # int32 of zeros, receive the maxima's bits: [1], [m], [k] or [groups * k]; read only if requested.
-    tensor_ptr, row_ptr, column_ptr,
+    # fp32 or bf16 [m, k], or the m rows are gathered from it: a `RowIndex`, int32 [m] or None, fp32 [m] or None.
+    x_ptr, index_ptrs,
+    # int32 of zeros, receive the maxima's bits, of the tensor [1], rows [m], columns [k] or [groups * k]; None: not
+    # requested.
+    amax_ptrs,
     # int32 [m / 128]: the group of each block of rows, with column maxima of its own; or None. A CTA has one group.
     group_ptr, m, k,
     # Tiles that a CTA walks down: a runtime value, so that one binary serves all.
-    steps,
-    TENSOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    steps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    tensor_ptr, row_ptr, column_ptr = amax_ptrs
     # CTAs that run together are neighbors along k: they read whole lines of the same rows.
     stripes = tl.cdiv(k, BLOCK_K)
     columns = tl.program_id(0) % stripes * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -61,16 +62,16 @@ def _absmax_kernel(
     amax = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        x = load_rows(x_ptr, token_ptr, weight_ptr, rows, columns, k, rows < m, columns < k, False)
+        x = load_rows(x_ptr, index_ptrs, rows, columns, k, rows < m, columns < k, False)
         bits = abs_bits(x)
         amax = tl.maximum(amax, bits)
-        if ROWS:
+        if row_ptr is not None:
             tl.atomic_max(row_ptr + rows, tl.max(bits, 1), rows < m, sem="relaxed")
-    if COLUMNS:
+    if column_ptr is not None:
         if group_ptr is not None:
             column_ptr += group_of_row(group_ptr, first) * k
         tl.atomic_max(column_ptr + columns, tl.max(amax, 0), columns < k, sem="relaxed")
-    if TENSOR:
+    if tensor_ptr is not None:
         tl.atomic_max(tensor_ptr, tl.max(tl.max(amax, 0), 0), sem="relaxed")
 
 
@@ -83,11 +84,12 @@ def atomic_max_bf16x2(ptr, words, n, bf16x2):
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_bf16x2_kernel(
-    # x int32 words of two bf16 [m, k / 2], k a multiple of 8; the rest as above.
-    x_ptr, token_ptr, weight_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
+    # x int32 words of two bf16 [m, k / 2], k a multiple of 8; the rest as above, without the tensor's maximum.
+    x_ptr, index_ptrs, amax_ptrs, group_ptr, m, k, steps,
     PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Maxima of rows and of columns, two neighbors of a row at once."""
+    row_ptr, column_ptr = amax_ptrs
     WIDTH: tl.constexpr = BLOCK_K // 2
     stripes, words = tl.cdiv(k, BLOCK_K), tl.multiple_of(k // 2, 4)
     columns = tl.program_id(0) % stripes * WIDTH + tl.arange(0, WIDTH)
@@ -95,7 +97,7 @@ def _absmax_bf16x2_kernel(
     amax = tl.zeros((BLOCK_M, WIDTH), tl.int32)
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        x = load_rows(x_ptr, token_ptr, weight_ptr, rows, columns, words, rows < m, columns < words, PTX)
+        x = load_rows(x_ptr, index_ptrs, rows, columns, words, rows < m, columns < words, PTX)
         bf16x2 = abs_bf16x2(x)
         amax = max_bf16x2(amax, bf16x2, PTX)
         tl.atomic_max(row_ptr + rows, row_max_bf16x2(bf16x2, PTX), rows < m, sem="relaxed")
@@ -139,13 +141,14 @@ def launch_absmax(
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), *index, row_amax, column_amax, group_of_block, m, k, steps,
+            x.view(-1).view(torch.int32), tuple(index), (row_amax, column_amax), group_of_block, m, k, steps,
             PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     elif x.numel():
+        requested = zip((tensor, rows, columns), (tensor_amax, row_amax, column_amax), strict=True)
         _absmax_kernel[grid](
-            x, *index, tensor_amax, row_amax, column_amax, group_of_block, m, k, steps,
-            TENSOR=tensor, ROWS=rows, COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+            x, tuple(index), tuple(amax if wanted else None for wanted, amax in requested), group_of_block, m, k, steps,
+            BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     return tensor_amax, row_amax, column_amax
 

@@ -92,7 +92,7 @@ def launch_delayed_scale(
 ) -> tuple[Tensor, Tensor]:
     """The kernels for `delayed_scale_ref` of the rows of x, contiguous; and a zero, int32 [1], for the quantizer."""
     rows, columns = index.shape(x)
-    programs = programs_for(rows * columns)
+    programs = programs_for(rows * columns)  # all but the first call return at once
     partial = empty_partials(x, programs)
     _amax_unless_known_kernel[(programs,)](
         x, *index, scale, partial, columns, numel=rows * columns,

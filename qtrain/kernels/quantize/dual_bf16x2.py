@@ -75,6 +75,8 @@ class DualCode(Encoding):
     stochastic_t: bool
     even: bool
     """m and k are multiples of BLOCK: no masks."""
+    swiglu: str
+    """What is quantized: "": x; "forward": swiglu(x); "backward": the gradient of x."""
     block: int = BLOCK
 
 
@@ -223,41 +225,39 @@ def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE
 
 
 @triton.jit
-def column_block(tile_k, tiles_k, SWIGLU: tl.constexpr):
+def column_block(tile_k, tiles_k, CODE: tl.constexpr):
     """The block of columns of a tile's number: in a SwiGLU's gradient, tiles of gate and of up that read the same words
     are neighbors."""
-    return tile_k % 2 * (tiles_k // 2) + tile_k // 2 if SWIGLU == "backward" else tile_k
+    return tile_k % 2 * (tiles_k // 2) + tile_k // 2 if CODE.swiglu == "backward" else tile_k
 
 
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
     # What is quantized, an [m, k] bf16 in words of two: x, or rows gathered from it (token_ptr int32 [m], weight_ptr
     # fp32 [m], or None), or of a SwiGLU (x [m, 2k] forward; dy [m, k / 2] backward), as `load_tile` says.
-    x_ptr, token_ptr, weight_ptr, dy_ptr,
-    # fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `router_dots`, or None.
-    dots_ptr,
-    # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4].
-    codes_ptr, codes_t_ptr,
-    # fp32 scales, laid out as `empty_scale`; scale_t_ptr None: the columns of groups have theirs already.
-    scale_ptr, scale_t_ptr,
-    # int32 bits of absmaxes: [1] tensorwise, [m] and [groups * k] rowwise; or fp32 [1] given; else not read.
-    source_ptr, source_t_ptr,
+    # dots_ptr fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `router_dots`, or None.
+    x_ptrs,  # (x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr)
+    # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4]; their fp32 scales, laid out as
+    # `empty_scale`; scale_t_ptr None: the columns of groups have theirs already.
+    out_ptrs,  # (codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr)
+    # int32 bits of absmaxes: [1] tensorwise, [m] and [groups * k] rowwise; or fp32 [1] given; else not read. amax_ptr
     # int32 [1]: receives the bits of the absmax of what is quantized under a given scale, or None.
-    amax_ptr,
+    source_ptrs,  # (source_ptr, source_t_ptr, amax_ptr)
     # int32 [m / 128]: the group of each block of rows, whose columns have maxima of their own at source_t_ptr; or None.
     group_ptr,
     # int64 [3] (seed, step, tensor), or None if neither layout is stochastic.
     key_ptr, role,
-    # Elements, multiples of 16; of the scales of blocks, from one row of blocks to the next.
-    m, k, stride, stride_t,
-    SWIGLU: tl.constexpr, CODE: tl.constexpr,
+    # (m, k), multiples of 16; of the scales of blocks, from one row of blocks to the next.
+    sizes, stride, stride_t, CODE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK x BLOCK elements per CTA. SWIGLU: "", "forward" or "backward". CODE: a `DualCode`."""
+    """A tile of BLOCK x BLOCK elements per CTA. CODE: a `DualCode`."""
+    source_ptr, source_t_ptr, amax_ptr = source_ptrs
+    m, k = sizes
     tile = tl.program_id(0)
     if CODE.scales == "rowwise" or CODE.scales == "tensorwise":  # reversed: the absmax pass read the last tiles last
         tile = tl.num_programs(0) - 1 - tile
     tiles_k = tl.cdiv(k, CODE.block)
-    at = tile // tiles_k, column_block(tile % tiles_k, tiles_k, SWIGLU)
+    at = tile // tiles_k, column_block(tile % tiles_k, tiles_k, CODE)
     if group_ptr is not None:
         source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block) * k
     # Scalars that a tile's end waits for are loaded before the tile.
@@ -266,10 +266,10 @@ def _dual_kernel(
         given = tl.load(source_ptr)
     if amax_ptr is not None:
         known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
-    x = load_tile((x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr), at, (m, k), SWIGLU, CODE)
+    x = load_tile(x_ptrs, at, sizes, CODE)
     quantize_tile(
-        x, at, (codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr), (source_ptr, source_t_ptr), given,
-        (amax_ptr, known_amax), (key_ptr, role), (m, k, stride, stride_t), CODE,
+        x, at, out_ptrs, (source_ptr, source_t_ptr), given, (amax_ptr, known_amax), (key_ptr, role),
+        (m, k, stride, stride_t), CODE,
     )  # fmt: skip
 
 
@@ -346,14 +346,13 @@ def launch_dual_bf16x2(
         stochastic=rounding.row_key is not None,
         stochastic_t=rounding.column_key is not None,
         even=m % BLOCK == k % BLOCK == 0,
+        swiglu="" if not swiglu else "forward" if dy is None else "backward",
     )
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), *index, dy_ptr=None if dy is None else dy.view(torch.int32), dots_ptr=router_dots,
-        codes_ptr=codes.view(torch.int16), codes_t_ptr=codes_t.view(torch.int32),
-        scale_ptr=scale, scale_t_ptr=None if grouped else scale_t, source_ptr=source, source_t_ptr=source_t,
-        amax_ptr=amax, group_ptr=groups.group_of_block if grouped else None, key_ptr=rounding.key, role=rounding.role,
-        m=m, k=k, stride=scale.stride(0), stride_t=scale_t.stride(0),
-        SWIGLU="" if not swiglu else "forward" if dy is None else "backward", CODE=code,
+        (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
+        (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),
+        (source, source_t, amax), groups.group_of_block if grouped else None, rounding.key, rounding.role,
+        (m, k), scale.stride(0), scale_t.stride(0), CODE=code,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,
         enable_fp_fusion=False,

@@ -62,6 +62,7 @@ def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
 def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
     """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector ->
     `router_dots`, fp32 [m, blocks]. All in one store, for which the compiler changes the layout once."""
+    # Row 4 * i + r at 4 * i + r.
     dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
     row = first + tl.arange(0, 4 * dots0.shape[0])
     tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)
@@ -125,15 +126,15 @@ def offset_of_tile(tile_m, tile_k, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(source_ptrs, at, sizes, SWIGLU: tl.constexpr, CODE: tl.constexpr):
+def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
     """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
     r-th result, int32 [BLOCK / 4, BLOCK / 2].
 
-    source_ptrs: x, token_of_row, weight_of_row, dy, router_dots, of which all but x may be None. SWIGLU: "" is x, or
-    m rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
+    x_ptrs: x, token_of_row, weight_of_row, dy, router_dots, of which all but x may be None. CODE.swiglu: "" is x, or m
+    rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
     of x [m, k] from dy [m, k / 2], with `router_dots` unless dots_ptr is None.
     """
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr = source_ptrs
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr = x_ptrs
     tile_m, tile_k = at
     m, k = sizes
     PTX: tl.constexpr = CODE.ptx
@@ -142,11 +143,11 @@ def load_tile(source_ptrs, at, sizes, SWIGLU: tl.constexpr, CODE: tl.constexpr):
     i, j, words = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.multiple_of(k // 2, 8)
     inside = inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK)
     start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
-    if SWIGLU == "forward":
+    if CODE.swiglu == "forward":
         # Rows of x are twice as long as those of y: the row's offset counts twice.
         gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
         return _load_swiglu(gate_ptrs, words, inside, PTX)
-    elif SWIGLU == "backward":
+    elif CODE.swiglu == "backward":
         # A row of x is gate, then up, half words each; a tile is in one of them. It reads gate at the same place in
         # either case, and dy, whose rows are half as long.
         half = tl.multiple_of(words // 2, BLOCK // 2)

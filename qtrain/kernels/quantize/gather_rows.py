@@ -98,9 +98,10 @@ def times_weight(x, weight, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, token_ptr, weight_ptr, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
-    """Elements, or words of two bf16, of rows `row` [R], gathered unless token_ptr is None, and columns `column` [C];
-    0 outside."""
+def load_rows(x_ptr, index_ptrs, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
+    """Elements, or words of two bf16, of rows `row` [R] and columns `column` [C]; 0 outside. index_ptrs: a `RowIndex`,
+    by which rows are gathered if it has tokens."""
+    token_ptr, weight_ptr = index_ptrs
     inside_column = inside_column[None, :]
     if token_ptr is None:
         inside = inside_row[:, None] & inside_column
@@ -121,7 +122,7 @@ def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | Non
     held = (token_of_row >= 0)[:, None]  # [R, 1]; the rest are rows of padding
     if not x.shape[0]:
         return x.new_zeros(token_of_row.shape[0], x.shape[1])
-    rows = x[token_of_row.clamp(min=0).long()]
+    rows = x[token_of_row.clamp(min=0).long()]  # [R, C]
     if weight_of_row is not None:
         rows = (rows.float() * weight_of_row[:, None]).to(x.dtype)
     # Not a product with 0: a NaN in row 0, which padding reads, must not show.
@@ -144,7 +145,7 @@ def _gather_rows_kernel(x_ptr, out_ptr, token_ptr, weight_ptr, columns, BLOCK: t
 def grid_of_rows(rows: int, columns: int) -> tuple[tuple[int, int], int]:
     """A CTA per row and block of columns, and the columns of a block."""
     block = min(triton.next_power_of_2(columns), MAX_BLOCK)
-    return (rows, triton.cdiv(columns, block)), block
+    return (rows, triton.cdiv(columns, block)), block  # rows first: only that dimension takes more than 65,535
 
 
 def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:

@@ -28,6 +28,7 @@ from qtrain.kernels.quantize.tiled import launch_tiled
 
 def _kernel_takes(x: Tensor, rounding: Rounding, index: RowIndex = EVERY_ROW) -> bool:
     """A draw of stochastic rounding serves eight elements, which must be of one row."""
+    # An empty grid is a launch error.
     return x.is_cuda and x.numel() > 0 and index.shape(x)[0] > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
 
 
@@ -44,7 +45,7 @@ def _given(
     if fmt != "ternary" or scale is not None:
         return scale
     if groups is not None:
-        return group_scale_ref(x, fmt, groups, power_of_two)
+        return group_scale_ref(x, fmt, groups, power_of_two)  # of each group's rows alone
     return scale_ref(x.t() if transposed and granularity != "tensorwise" else x, fmt, granularity, power_of_two)
 
 
@@ -54,6 +55,7 @@ def _launch(
     """The fastest kernel for `quantize`."""
     if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
         return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
+    # A group along a row fits in registers: one read. Square blocks need a tile, given scales no maximum.
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
         return launch_rowwise(x, fmt, granularity, rounding, power_of_two)
     return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given)
@@ -154,6 +156,7 @@ def quantize_dual(
         )
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x = x.contiguous()
+    # bf16 to 8 bits in both layouts, all that training asks of most tensors; the rest is for other formats and dtypes.
     if fmt == fmt_t and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index, granularity_t):
         return launch_dual_bf16x2(
             x,
@@ -201,6 +204,7 @@ def quantize_dual_into(
         return quantize_dual(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
+    # Its columns' scales go to memory of their own, and are copied.
     column_groups = block_groups(x.shape[0], group_of_block, groups, granularity)
     return launch_dual_bf16x2(
         x, fmt, granularity, rounding, power_of_two, groups=column_groups, out=out, tensor_amax=amax
@@ -251,5 +255,5 @@ def quantize_dual_delayed(
         )
     else:
         codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, scale=scale, amax=amax)
-        codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)
+        codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)  # the absmax is known already
     return codes, codes_t, scale, amax.view(torch.float32)

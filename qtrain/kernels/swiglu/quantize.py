@@ -59,6 +59,7 @@ def supports_swiglu_rowwise(fmt: str, granularity: str) -> bool:
 def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
     """Whether a fused kernel takes x and dy, contiguous. A tile must not straddle gate and up."""
     width = 16 if granularity == "rowwise" else BLOCK  # columns of a tile that must be of gate, or of up, alone
+    # bf16, multiples of 16, aligned.
     takes = all(supports_dual_bf16x2(t, fmt, granularity, given) for t in (x, dy) if t is not None)
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 
@@ -91,6 +92,7 @@ def quantize_swiglu(
     if not (supports_swiglu_dual(fmt, granularity, granularity_t) and _kernel_takes(x, dy, fmt, granularity)):
         t, dots = activation_dots(x, dy, router_dots)
         grouped = {"group_of_block": group_of_block, "groups": groups}
+        # y or dx once in memory: the same codes at 4 and 8 bytes of traffic per element more.
         return *quantize_dual(t, fmt, granularity, granularity_t, *rounding, power_of_two, **grouped), dots
     dots = empty_router_dots(x, router_dots)  # fp32 [M, I / 128]; [M, 0] where nobody reads them
     kernel = {"granularity_t": granularity_t, "swiglu": True, "dy": dy, "router_dots": dots if router_dots else None}
@@ -150,7 +152,7 @@ def quantize_swiglu_rowwise(
     `quantize_swiglu_backward`. group_of_block, groups: as for `quantize_transposed`; columns of each group
     [groups * I]."""
     x, column_groups = x.contiguous(), block_groups(x.shape[0], group_of_block, groups, "rowwise")
-    if _kernel_takes(x, None, fmt, "rowwise"):
+    if _kernel_takes(x, None, fmt, "rowwise"):  # one read of x; y is never in memory
         return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two, column_groups)
     y = swiglu(x)  # bf16 [M, I], rounded as the fused kernel rounds it before it quantizes
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, column_groups)
@@ -192,6 +194,7 @@ def quantize_swiglu_backward(
         grouped = {"group_of_block": group_of_block, "groups": groups}
         dx, dots = activation_dots(x, dy, router_dots)
         dual = quantize_dual(dx, fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
+        # Its own absmax is column_amax: computed again here.
         y_columns = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
         return *dual, *y_columns, dots
     dots = empty_router_dots(x, router_dots)

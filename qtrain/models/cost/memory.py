@@ -40,6 +40,7 @@ from qtrain.models.cost.saved_activations import (
 )
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
+from qtrain.models.native.recompute import Kinds
 
 CUDA_WORKSPACE = 96 * 2**20
 """cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
@@ -54,7 +55,7 @@ class StepShape:
     micro_batch_size: int
     seq_len: int
     element: int = 2
-    checkpointing: str = "none"
+    recompute: Kinds = frozenset()
     compiled: bool = True
     loss_chunks: int = 0
     accumulates: bool = False
@@ -186,13 +187,13 @@ def estimate_memory(
     trained = trained or all_of(config, step.element)
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
-    def kept(kind: LayerKind, checkpointing: str) -> float:
-        saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows)
-        return sum(trained.kept(saved, step.element, kind.rows).values())
+    def kept(kind: LayerKind, kinds: Kinds) -> float:
+        saved = saved_per_token(config, kinds, step.compiled, step.element, low_bit, kind.rows)
+        return sum(trained.kept(saved, step.element, kind.rows, kinds).values())
 
     kinds = layer_kinds(config, step.tokens)
-    saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
-    recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
+    saved = {kind: kept(kind, step.recompute) for kind in kinds}
+    recomputed = max(0.0, *(kept(kind, frozenset()) - saved[kind] for kind in kinds))
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
@@ -347,10 +348,7 @@ def _backward_bytes(
     if not rows:
         in_attention -= (3 * inner + c) * element
     in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
-    dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
-    in_layer += max(
-        (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
-    )
+    in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
     in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
     return in_layer, in_head
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
+from qtrain.models.native.recompute import Kinds
 
 LAYER_LINEARS = (
     *("qkv", "o_proj", "gate_up", "down_proj"),
@@ -187,6 +188,18 @@ class Flops:
     @property
     def total(self) -> float:
         return self.blocks + self.head + self.attention
+
+
+def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
+    """The share of a forward pass that backward computes again if it recomputes these kinds, by kind of work."""
+    if "block" in kinds:
+        return {"blocks": 1.0, "attention": 1.0, "adapters": 1.0}
+    linears = layer_linears(config)
+    of_kind = {"qkv": {"qkv", "qkv_a", "q_b", "kv_b"}, "ffn": {"gate_up", "experts.gate_up", "shared.gate_up"}}
+    again = {name for kind, names in of_kind.items() if kind in kinds for name in names}
+    used = {name: n.layers * n.used for name, n in linears.items()}
+    products = sum(work for name, work in used.items() if name in again)
+    return {"blocks": products / sum(used.values()), "attention": float("attention" in kinds)}
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> Flops:

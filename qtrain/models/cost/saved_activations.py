@@ -3,7 +3,8 @@
 Letters: T tokens of a micro-batch, C width, I feed-forward width, Q all query heads, KV all key heads, QKV = Q + 2·KV,
 H query heads, b bytes per element of the model's dtype.
 
-Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed:
+Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed. selective and full: the sets
+of kinds ["norm", "swiglu"] and ["block"]; other sets follow below:
 
                                 none, compiled   none, eager   selective        full
     layer input (residual)      C·b              C·b           C·b              C·b
@@ -30,6 +31,16 @@ sum is recomputed. (***) with QK-norm over all heads together 8 more; the kernel
 compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes elementwise results,
 but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures what real layers
 keep.
+
+Other kinds (`native/recompute.py`), in the half of the layer that recomputes some, against the column selective:
+
+    qkv            no qkv output
+    attention      no attention output, no logsumexp
+    ffn            no gate_up output, no down output
+    not norm       the norm's output (C·b), 4 bytes of 1/rms. Compiled, a low-bit linear's X is computed again from
+                   after attention, or the layer input, instead. Eager, after attention twice where attention recomputes
+    norm alone     silu(gate)·up too, as one operator computes it: of low-bit linears the codes of down's X, eager those
+                   that forward reads too
 
 A mixture of experts has r rows per token, one for each of its experts and the padding of row groups, and keeps in place
 of the MLP's tensors, with E experts, k of them per token, the width I of an expert and S of the shared ones:
@@ -59,6 +70,7 @@ from typing import NamedTuple
 from qtrain.kernels.grouped.token_permutation import padded_rows
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import LAYER_LINEARS, layer_linears
+from qtrain.models.native.recompute import ATTENTION_KINDS, MLP_KINDS, Kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +78,15 @@ class LinearBytes:
     """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
     backward keeps instead of the input (None: the input itself).
 
-    dequantized: the whole weight is dequantized while it is read. codes_only: codes are all that is read; where masters
-    are sharded, there is no full weight. wire: of the codes that ranks exchange in its place; 0: the weight itself.
+    temporary: of the whole weight while it is read, dequantized or in the codes of one product. codes_only: codes are
+    all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
+    place; 0: the weight itself.
     """
 
     weight: float
     codes: float = 0.0
     kept_input: float | None = None
-    dequantized: bool = False
+    temporary: float = 0.0
     codes_only: bool = False
     wire: float = 0.0
 
@@ -81,11 +94,13 @@ class LinearBytes:
 @dataclasses.dataclass(frozen=True)
 class LowBitBytes:
     """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
-    down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it."""
+    down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it; swiglu_codes:
+    the operator that computes down's input writes codes alone."""
 
     layer: Mapping[str, LinearBytes]
     head: LinearBytes | None = None
     down_input_recomputed: bool = False
+    swiglu_codes: bool = False
 
     @classmethod
     def plain(cls, element: int) -> "LowBitBytes":
@@ -115,97 +130,161 @@ def rows_per_token(config: ModelConfig, tokens: int) -> float:
 
 def saved_per_token(
     config: ModelConfig,
-    checkpointing: str,
+    kinds: Kinds,
     compiled: bool,
     element: int,
     low_bit: LowBitBytes | None = None,
     rows: float = 0.0,
 ) -> dict[str, float]:
-    """Bytes per token that one layer keeps for backward, by tensor: the tables above. low_bit: None for plain linears.
-    rows: `LayerKind.rows`."""
+    """Bytes per token that one layer keeps for backward, by tensor: the tables above. kinds: what is recomputed.
+    low_bit: None for plain linears. rows: `LayerKind.rows`."""
     low_bit = low_bit or LowBitBytes.plain(element)
     kept: dict[str, float] = {"layer input": config.hidden_size * element}
-    if checkpointing == "full":
+    if "block" in kinds:
         return kept
+    # Eager attention's region keeps o_proj's output, and the norm after it its input.
+    twice = not compiled and "norm" not in kinds and bool(kinds & {"qkv", "attention"})
+    kept["after attention"] = config.hidden_size * element * (1 + twice)
+    shape = LayerShape(config, kinds, compiled, element, low_bit)
     attention = _latent_attention if config.mla else _attention
-    mlp = _mixture if rows else _mlp
-    kept["after attention"] = config.hidden_size * element
-    kept |= attention(config, checkpointing, element, low_bit)
-    return kept | mlp(config, checkpointing, compiled, element, low_bit, rows)
+    mlp = _mixture(shape, rows) if rows else _mlp(shape)
+    return kept | attention(shape) | mlp
 
 
-def _input_bytes(low_bit: LowBitBytes, name: str, element: int) -> float:
-    """Bytes per element of what is kept of a linear's input."""
-    size = low_bit.layer[name].kept_input
-    return element if size is None else size
+class LayerShape(NamedTuple):
+    """The arguments of `saved_per_token`."""
+
+    config: ModelConfig
+    kinds: Kinds
+    compiled: bool
+    element: int
+    low_bit: LowBitBytes
+
+    def input_bytes(self, name: str) -> float:
+        """Bytes per element of what is kept of a linear's input."""
+        size = self.low_bit.layer[name].kept_input
+        return self.element if size is None else size
+
+    def region_input(self, name: str) -> float:
+        """Bytes of the output of a norm that is not recomputed, where a region begins with the linear `name`."""
+        # Compiled, the codes of a low-bit linear's input are computed again from the norm's input and statistics.
+        coded = self.compiled and self.low_bit.layer[name].kept_input is not None
+        return 0 if coded else self.config.hidden_size * self.element
+
+    def swiglu_output(self, down: str) -> float:
+        """Bytes per element of what a region keeps of the input of the linear `down`: an operator's results, or without
+        a compiler all of them, the codes that only forward reads too."""
+        codes = self.low_bit.layer[down].kept_input
+        if codes is None or not self.low_bit.swiglu_codes:
+            return self.element
+        return codes * (1 + (not self.compiled) - self.low_bit.down_input_recomputed)
 
 
-def _attention(config: ModelConfig, checkpointing: str, element: int, low_bit: LowBitBytes) -> dict[str, float]:
-    c, q, kv = config.hidden_size, config.q_size, config.kv_size
-    kept: dict[str, float] = {"attention output": q * element, "attention logsumexp": 4 * config.num_attention_heads}
-    if checkpointing == "selective":
-        return {**kept, "qkv output": config.qkv_size * element}
-    kept["norm statistics"] = 8 + 8 * config.sub_norm
+def _attention(shape: LayerShape) -> dict[str, float]:
+    config, kinds, element = shape.config, shape.kinds, shape.element
+    c, q, kv, qkv = config.hidden_size, config.q_size, config.kv_size, config.qkv_size * element
+    kept = _attention_output(shape, q)
+    if kinds & ATTENTION_KINDS:
+        return kept | _attention_region(shape, "qkv", {"qkv output": qkv})
+    kept["attention's norm statistics"] = 4 + 4 * config.sub_norm
     if config.qk_norm:
-        kept["norm statistics"] += 8 * (config.qk_norm == "whole")  # those of heads are computed again
-        kept["qkv output"] = config.qkv_size * element
+        kept["qk-norm statistics"] = 8 * (config.qk_norm == "whole")  # those of heads are computed again
+        kept["qkv output"] = qkv
         kept["q, k rotated"] = (q + kv) * element
     else:
-        kept["q, k rotated, and v"] = config.qkv_size * element
-    kept["attn_norm output"] = c * _input_bytes(low_bit, "qkv", element)
+        kept["q, k rotated, and v"] = qkv
+    kept["attn_norm output"] = c * shape.input_bytes("qkv")
     # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
-    own_input = config.sub_norm or low_bit.layer["o_proj"].kept_input is not None
-    kept["o_proj input"] = q * _input_bytes(low_bit, "o_proj", element) if own_input else 0
+    own_input = config.sub_norm or shape.low_bit.layer["o_proj"].kept_input is not None
+    kept["o_proj input"] = q * shape.input_bytes("o_proj") if own_input else 0
     return kept
 
 
-def _latent_attention(config: ModelConfig, checkpointing: str, element: int, low_bit: LowBitBytes) -> dict[str, float]:
+def _latent_attention(shape: LayerShape) -> dict[str, float]:
+    config, kinds, element = shape.config, shape.kinds, shape.element
     linears, q, v = layer_linears(config), config.q_size, config.value_size
-    kept: dict[str, float] = {"attention output": v * element, "attention logsumexp": 4 * config.num_attention_heads}
-    kept["qkv_a output"] = linears["qkv_a"].out_features * element
+    kept = _attention_output(shape, v)
     inner = [name for name in ("q_b", "kv_b") if name in linears]
-    if checkpointing == "selective":
-        return {**kept, "q_b and kv_b outputs": sum(linears[name].out_features for name in inner) * element}
-    kept["norm statistics"] = 8 + 4 * len(inner)
+    qkv_a = {"qkv_a output": linears["qkv_a"].out_features * element}
+    if kinds & ATTENTION_KINDS:
+        outputs = {"q_b and kv_b outputs": sum(linears[name].out_features for name in inner) * element}
+        return kept | _attention_region(shape, "qkv_a", qkv_a | outputs)
+    kept |= qkv_a
+    kept["attention's norm statistics"] = 4 + 4 * len(inner)
     kept["q, k and v"] = (2 * q + v) * element
-    kept["latent vectors"] = sum(linears[name].in_features * _input_bytes(low_bit, name, element) for name in inner)
-    kept["attn_norm output"] = config.hidden_size * _input_bytes(low_bit, "qkv_a", element)
-    if low_bit.layer["o_proj"].kept_input is not None:
-        kept["o_proj input"] = v * _input_bytes(low_bit, "o_proj", element)
+    kept["latent vectors"] = sum(linears[name].in_features * shape.input_bytes(name) for name in inner)
+    kept["attn_norm output"] = config.hidden_size * shape.input_bytes("qkv_a")
+    if shape.low_bit.layer["o_proj"].kept_input is not None:
+        kept["o_proj input"] = v * shape.input_bytes("o_proj")
     return kept
 
 
-def _mlp(
-    config: ModelConfig, checkpointing: str, compiled: bool, element: int, low_bit: LowBitBytes, _: float
-) -> dict[str, float]:
+def _attention_output(shape: LayerShape, width: int) -> dict[str, float]:
+    if "attention" in shape.kinds:
+        return {}
+    heads = shape.config.num_attention_heads
+    return {"attention output": width * shape.element, "attention logsumexp": 4 * heads}
+
+
+def _attention_region(shape: LayerShape, first: str, products: Mapping[str, float]) -> dict[str, float]:
+    """What a region keeps besides attention's output. first: its first linear; products: bytes of those before
+    attention."""
+    kept = {} if "qkv" in shape.kinds else dict(products)
+    if "norm" in shape.kinds:
+        return kept
+    return {**kept, "attention's norm statistics": 4, "attention's input": shape.region_input(first)}
+
+
+def _mlp(shape: LayerShape) -> dict[str, float]:
+    config, kinds, element, low_bit = shape.config, shape.kinds, shape.element, shape.low_bit
     c, inner = config.hidden_size, config.intermediate_size
-    kept: dict[str, float] = {"gate_up output": 2 * inner * element}
-    if checkpointing == "selective":
-        return {**kept, "down output": 0 if compiled else c * element}
-    kept["mlp_norm output"] = c * _input_bytes(low_bit, "gate_up", element)
-    kept["down input"] = 0 if low_bit.down_input_recomputed else inner * _input_bytes(low_bit, "down_proj", element)
+    gate_up = {"gate_up output": 2 * inner * element}
+    if kinds & MLP_KINDS:
+        down = {"down output": 0 if shape.compiled else c * element}
+        return _mlp_region(
+            shape, gate_up | down, shape.region_input("gate_up"), inner * shape.swiglu_output("down_proj")
+        )
+    kept = {**gate_up, "MLP's norm statistics": 4 + 4 * config.sub_norm}
+    kept["mlp_norm output"] = c * shape.input_bytes("gate_up")
+    kept["down input"] = 0 if low_bit.down_input_recomputed else inner * shape.input_bytes("down_proj")
     kept["down norm input"] = inner * element * config.sub_norm
     return kept
 
 
-def _mixture(
-    config: ModelConfig, checkpointing: str, compiled: bool, element: int, low_bit: LowBitBytes, rows: float
-) -> dict[str, float]:
+def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
+    config, kinds, element, low_bit = shape.config, shape.kinds, shape.element, shape.low_bit
     mixture, c, shared = config.moe, config.hidden_size, config.moe.shared_width
-    kept: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * element}
-    kept["shared gate_up output"] = 2 * shared * element
-    kept["shared down output"] = c * element * mixture.shared_gate
-    if checkpointing == "selective":
-        kept["routing"] = 4 * mixture.experts
-        return {**kept, "experts' down output": 0 if compiled else rows * c * element}
+    products: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * element}
+    products["shared gate_up output"] = 2 * shared * element
+    products["shared down output"] = c * element * mixture.shared_gate
+    if kinds & MLP_KINDS:
+        products["routing"] = 4 * mixture.experts
+        products["experts' down output"] = 0 if shape.compiled else rows * c * element
+        swiglu = rows * mixture.width * shape.swiglu_output("experts.down_proj")
+        swiglu += shared * shape.swiglu_output("shared.down_proj") if shared else 0
+        return _mlp_region(shape, products, c * element, swiglu)
+    kept = {**products, "MLP's norm statistics": 4}
     kept["routing"] = 8 * mixture.experts + 16 * mixture.per_token + 4 * rows
     kept["mlp_norm output"] = c * element
-    kept["experts' input"] = rows * c * _input_bytes(low_bit, "experts.gate_up", element)
+    kept["experts' input"] = rows * c * shape.input_bytes("experts.gate_up")
     if not low_bit.down_input_recomputed:
-        kept["experts' down input"] = rows * mixture.width * _input_bytes(low_bit, "experts.down_proj", element)
+        kept["experts' down input"] = rows * mixture.width * shape.input_bytes("experts.down_proj")
     if shared:
         codes = low_bit.layer["shared.gate_up"].kept_input  # without codes, the mlp_norm output that is kept anyway
         kept["shared input"] = 0 if codes is None else c * codes
         if not low_bit.down_input_recomputed:
-            kept["shared down input"] = shared * _input_bytes(low_bit, "shared.down_proj", element)
+            kept["shared down input"] = shared * shape.input_bytes("shared.down_proj")
+    return kept
+
+
+def _mlp_region(
+    shape: LayerShape, products: Mapping[str, float], region_input: float, swiglu: float
+) -> dict[str, float]:
+    """What a region keeps of bytes of its products, of its input, if the norm is not recomputed, and of SwiGLU."""
+    kinds = shape.kinds
+    kept = {} if "ffn" in kinds else dict(products)
+    if not kinds & {"swiglu", "ffn"}:
+        kept["SwiGLU output"] = swiglu
+    if "norm" not in kinds:
+        kept |= {"MLP's norm statistics": 4, "MLP's input": region_input}
     return kept

@@ -12,6 +12,7 @@ from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
+from qtrain.models.native.recompute import Kinds
 
 RECOMPUTED_PASSES = 3
 """Times that a recomputed tensor moves: its inputs are read, it is written, and what reads it does so from memory."""
@@ -56,13 +57,13 @@ def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) ->
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
-    def kept(checkpointing: str) -> float:
+    def kept(recompute: Kinds) -> float:
         return sum(
             kind.count
-            * sum(saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows).values())
+            * sum(saved_per_token(config, recompute, step.compiled, step.element, low_bit, kind.rows).values())
             for kind in layer_kinds(config, step.tokens)
         )
 
-    if step.checkpointing == "none":
+    if not step.recompute:
         return 0.0
-    return RECOMPUTED_PASSES * step.tokens * max(kept("none") - kept(step.checkpointing), 0.0)
+    return RECOMPUTED_PASSES * step.tokens * max(kept(frozenset()) - kept(step.recompute), 0.0)

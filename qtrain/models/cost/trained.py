@@ -18,6 +18,7 @@ from qtrain.models.adapters.lora import Lora, chosen_targets
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import ParameterGroup, layer_linears
 from qtrain.models.native.lora_experts import EXPERT_TARGETS
+from qtrain.models.native.recompute import Kinds
 from qtrain.quant.adapted_experts import padded_rank
 
 _KEPT_FOR = {
@@ -31,6 +32,13 @@ _KEPT_FOR = {
     "experts' down input": set(),
 }
 """Tensor of `saved_per_token` -> the linears as whose input alone it is kept."""
+
+
+_PRODUCTS = {
+    "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
+    "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in ("gate_up", "down_proj")},
+}
+"""Kind of recomputation -> the linears that it computes again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +88,11 @@ class TrainedPart:
         norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
         return self.bytes + copies * (element < self.element) + norms * self.dora
 
-    def kept(self, kept: Mapping[str, float], element: int, rows: float = 0.0) -> dict[str, float]:
-        """`saved_per_token` of a layer with these adapters, given that of plain linears. rows: `LayerKind.rows`."""
+    def kept(
+        self, kept: Mapping[str, float], element: int, rows: float = 0.0, kinds: Kinds = frozenset()
+    ) -> dict[str, float]:
+        """`saved_per_token` of a layer with these adapters, given that of plain linears. rows: `LayerKind.rows`; kinds:
+        what is recomputed."""
         found = dict(kept)
         if not self.adapters or len(kept) == 1:  # the layer is recomputed
             return found
@@ -89,8 +100,11 @@ class TrainedPart:
         for tensor, linears in _KEPT_FOR.items():
             if tensor in found and not linears & adapted:
                 found[tensor] = 0
-        experts = [a for a in self.adapters if a.active is not None]
-        found["inputs times A"] = element * sum(a.columns for a in self.adapters if a.active is None)
+        # What A computes is a product like the linear's own.
+        again = {name for kind in kinds for name in _PRODUCTS.get(kind, ())}
+        adapters = [a for a in self.adapters if a.name not in again]
+        experts = [a for a in adapters if a.active is not None]
+        found["inputs times A"] = element * sum(a.columns for a in adapters if a.active is None)
         found["experts' inputs times A"] = element * rows * sum(padded_rank(a.columns) for a in experts)
         found["experts' dropout"] = rows * sum(a.in_features for a in experts) * self.dropout
         if self.dora:

@@ -20,10 +20,9 @@ from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hub import reaching_hub
 from qtrain.models.hf.io import refuse_nonfinite, refuse_tensors, weight_map, weights_folder
 from qtrain.models.hf.source import FIX, ModelSource
-from qtrain.models.native.decoder import Recompute
 from qtrain.models.native.loss import LossSums, cross_entropy_sums, linear_cross_entropy
+from qtrain.models.native.recompute import SETS, Kinds, block_contexts, selective_contexts
 from qtrain.models.native.rope import document_positions
-from qtrain.models.native.selective_recompute import selective_contexts
 from qtrain.quant.export import exported_tensors
 
 POSITION_TABLES = ("wpe", "embed_positions", "position_embedding", "pos_embed")
@@ -40,7 +39,7 @@ class HfModel(nn.Module):
         self.model = model
         self.loss_chunks = 0
         self.z_loss = 0.0
-        self._recompute: Recompute = "none"
+        self._recompute: Kinds = SETS["none"]
         self._plain_head: bool | None = None
         self._keeps_documents: bool | None = None
 
@@ -71,19 +70,18 @@ class HfModel(nn.Module):
     def lm_head(self, head: nn.Module) -> None:
         self.model.set_output_embeddings(head)
 
-    def set_recompute(self, mode: Recompute) -> None:
-        if self._recompute != "none":
+    def set_recompute(self, kinds: Kinds) -> None:
+        """kinds: one of `SETS`; a layer of transformers recomputes as a whole."""
+        assert kinds in SETS.values(), f"{kinds}: a set that --activation_checkpointing names"
+        if self._recompute:
             self.model.gradient_checkpointing_disable()
-        self._recompute = mode
-        if mode == "none":
+        self._recompute = kinds
+        if not kinds:
             return
         if not self.model.supports_gradient_checkpointing:
-            raise UserError(
-                f"--activation_checkpointing: {type(self.model).__name__} does not support {mode!r}; use 'none'."
-            )
-        options: dict[str, Any] = {"use_reentrant": False}
-        if mode == "selective":
-            options["context_fn"] = selective_contexts
+            raise UserError(f"--activation_checkpointing: {type(self.model).__name__} supports 'none' only.")
+        contexts = block_contexts if "block" in kinds else selective_contexts
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def save_pretrained(self, folder: Path, max_shard_size: int) -> None:

@@ -6,11 +6,9 @@ larger. Linears are always called as modules, so they can be swapped for quantiz
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
@@ -20,18 +18,16 @@ from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import MoE, Routed
+from qtrain.models.native.recompute import Kinds, LayerRegions
 from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
-from qtrain.models.native.selective_recompute import selective_contexts
 from qtrain.tensors.partition import Partition, Parts
-
-Recompute = Literal["none", "selective", "full"]
 
 
 class DecoderLayer(nn.Module):
     """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. router_losses: of a mixture; None: the
-    MLP is a dense one. `recompute`: what its backward recomputes instead of keeping."""
+    MLP is a dense one. `regions`: what its backward recomputes instead of keeping."""
 
     def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
@@ -39,19 +35,14 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(config) if config.mla is None else MultiHeadLatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config) if router_losses is None else MoE(config, router_losses)
-        self.recompute: Recompute = "none"
+        self.regions = LayerRegions()
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x, info)
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
-        if self.recompute == "selective":
-            return run(self._forward, x, info, context_fn=selective_contexts)
-        return run(self._forward, x, info)
+        return self.regions.layer(self._forward, x, info)
 
     def _forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
-        x = x + self.attn(self.attn_norm(x), info)
-        y, *router_out = outputs(self.mlp(self.mlp_norm(x), info))
+        x = x + self.regions.attention(self.attn, self.attn_norm(x), info)
+        y, *router_out = outputs(self.regions.mlp(self.mlp, self.mlp_norm(x), info))
         return (x + y, *router_out) if router_out else x + y
 
 
@@ -158,9 +149,9 @@ class Decoder(nn.Module):
                 like = {"device": output.weight.device, "dtype": output.weight.dtype}
                 module.sub_norm = self.make_norm(output.in_features, eps=self.config.rms_norm_eps, **like)
 
-    def set_recompute(self, mode: Recompute) -> None:
+    def set_recompute(self, kinds: Kinds) -> None:
         for layer in self.layers:
-            layer.recompute = mode
+            layer.regions = LayerRegions.of(kinds)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None

@@ -10,6 +10,11 @@ from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
 from qtrain.quant.arguments import Exchange
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Whether the activation is a kernel's: on a CPU PyTorch's operations are faster than the kernel's reference."""
+    return x.is_cuda
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [..., C] -> [..., C]. `gate_up` holds the rows of gate, then up. width: the config's
     if None."""
@@ -27,12 +32,12 @@ class MLP(nn.Module):
 
     def compute(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
         """exchange: of `gate_up`, where it takes other processes' tokens too."""
-        if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
+        if runs_kernels(x) and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
             return swiglu_mlp(self.gate_up, self.down_proj, x, exchange)
         gate_up = self.gate_up(x) if exchange is None else self.gate_up(x, exchange)  # [..., 2I]
-        if x.is_cuda:
+        if runs_kernels(x):
             y = swiglu(gate_up)
-        else:  # PyTorch's operations are faster than the kernel's reference
+        else:
             gate, up = gate_up.chunk(2, dim=-1)
             y = F.silu(gate) * up
         return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))

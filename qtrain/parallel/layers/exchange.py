@@ -24,12 +24,12 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.arguments import LinearArguments
-from qtrain.quant.execute import OperandRequest, operands_under_scale
+from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.swap import LinearChoice
-from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
@@ -76,16 +76,17 @@ class TokenExchange:
 
     group: RankGroup
 
-    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
-        return name == "x"
+    def covers(self, request: OperandRequest) -> bool:
+        return request.name == "x"
 
-    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
+    def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
         """The operands of all ranks' tokens; the second one of this rank's, until `regather`."""
-        rows, columns = scheme.formats_of("x")
-        rounding, power_of_two, group = scheme.rounding("x", request.key), scheme.power_of_two, self.group
+        rows, columns = request.scheme.formats_of("x")
+        rounding, power_of_two, group = request.rounding, request.scheme.power_of_two, self.group
         scale = None
         if "tensorwise" in (rows.granularity, columns.granularity):
             scale = spanning_scale(t, rows, group.all_reduce_max, power_of_two, request.delayed)
+        # A rowwise scale is of one token, which one rank has: only the tensor's spans ranks.
         given = scale if rows.granularity == "tensorwise" else None
         own = quantize_rows(t, rows, rounding, power_of_two, given)
         row_scale = group.all_gather_no_grad(own.scale, CODES) if rows.granularity == "rowwise" else own.scale
@@ -94,9 +95,11 @@ class TokenExchange:
             return Operands(row_codes, None)
         if columns.sum_dim == 0:
             return Operands(row_codes, row_codes.summed_over_rows())
+        # One scale and one rounding: the transposed codes of all tokens are those just gathered, transposed here.
         if rows == columns and given is not None and rounding.same and FORMATS[rows.fmt].packing == 1:
             return Operands(row_codes, row_codes._replace(codes=transpose_8bit(row_codes.codes)))
         if columns.granularity == "rowwise":
+            # [K]: a column's scale covers the tokens of all ranks.
             amax = group.all_reduce_max(t.abs().amax(dim=0).float())
             scale = scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
         return Operands(row_codes, quantize_columns(t, columns, rounding, power_of_two, scale=scale))
@@ -105,8 +108,9 @@ class TokenExchange:
         columns = saved.codes.shape[1]
         if saved.format.sum_dim == 0 or columns * FORMATS[saved.format.fmt].packing >= rows:
             return saved
+        # [ranks, K, T / ranks]
         codes = self.group.all_gather_no_grad(saved.codes, CODES).view(self.group.ranks, -1, columns)
-        return saved._replace(codes=codes.transpose(0, 1).reshape(-1, self.group.ranks * columns))
+        return saved._replace(codes=codes.transpose(0, 1).reshape(-1, self.group.ranks * columns))  # [K, T]
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
         return self.group.reduce_scatter_no_grad(dx)
@@ -119,14 +123,16 @@ class ScaleExchange:
 
     group: RankGroup
 
-    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
-        return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in scheme.formats_of(name, needs))
+    def covers(self, request: OperandRequest) -> bool:
+        return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in request.formats)
 
-    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
-        formats = [fmt for fmt in scheme.formats_of(request.name, request.needs) if fmt is not None]
+    def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
+        formats = [fmt for fmt in request.formats if fmt is not None]
+        # Finer scales would be of this rank's rows alone, and codes not those of one process.
         assert all(fmt.granularity == "tensorwise" for fmt in formats), "other scales beside it"
-        scale = spanning_scale(t, formats[0], self.group.all_reduce_max, scheme.power_of_two, request.delayed)
-        return operands_under_scale(scheme, t, request, scale)
+        power_of_two = request.scheme.power_of_two
+        scale = spanning_scale(t, formats[0], self.group.all_reduce_max, power_of_two, request.delayed)
+        return operands_under_scale(t, request, scale)
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
         return saved
@@ -139,9 +145,11 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
     """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
     scheme, groups = linear.scheme, linear.groups
     if not gathers_routed_codes(scheme, needs):
-        return linear.quantize("x", gather_rows(group.all_gather_no_grad(x), groups.token_of_row), needs)
+        tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
+        return quantize_operands(tokens, linear.request("x", needs))
+    # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    rows = _routed_rows(TokenExchange(group).quantize(scheme, x, request).rows, groups)
+    rows = _routed_rows(TokenExchange(group).quantize(x, request).rows, groups)
     _, columns = scheme.formats_of("x", needs)
     if columns is None:
         return Operands(rows, None)
@@ -151,6 +159,7 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
 
 
 def _routed_rows(tokens: QuantizedTensor, groups: TokenPermutation) -> QuantizedTensor:
+    # Any 8-bit dtype: its bits are copied.
     codes = gather_rows(tokens.codes.view(torch.int8), groups.token_of_row).view(tokens.codes.dtype)
     scale = tokens.scale
     if tokens.format.granularity == "rowwise":

@@ -28,6 +28,7 @@ from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
@@ -50,6 +51,7 @@ class EPExperts(Experts):
         """From now on compute as a process with all experts would, bit for bit. Returns `terms` by id of a weight, of
         no memory."""
         weights = self.gate_up.weight, self.down_proj.weight
+        # Views of one element: leaves of the full shape whose `.grad` autograd allocates, without memory of their own.
         self.terms = tuple(w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_() for w in weights)
         return {id(w): terms for w, terms in zip(weights, self.terms, strict=True)}
 
@@ -99,16 +101,19 @@ class ParallelExpertsFunction(torch.autograd.Function):
         ctx.in_order, ctx.group = up_terms is not None, group
         needs = ctx.needs_input_grad
         needs_dx, needs_dweights = (grad_enabled and needed for needed in needs[:2])
+        # The weight, or its terms.
         needs_dup, needs_ddown = (grad_enabled and (needs[i] or needs[i + 2]) for i in (2, 3))
         ctx.needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         x_needs = NeedsOperand(True, ctx.needs.up)
+        # Int32 on the wire: half the bytes.
         routes = group.all_gather_no_grad(experts.int(), ROUTES).long(), group.all_gather_no_grad(weights, ROUTES)
         count = w_down.shape[0] // x.shape[1]
         if ctx.in_order:
+            # A batch per source rank: rows, scales and random bits are those that a process with all experts has.
             ctx.batches = _in_order(*routes, count, up, down, group)
             every = group.all_gather_no_grad(x).split(len(x))
             operands = [
-                batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), x_needs)
+                quantize_operands(gather_rows(tokens, batch.groups.token_of_row), batch.up.request("x", x_needs))
                 for batch, tokens in zip(ctx.batches, every, strict=True)
             ]
         else:
@@ -127,10 +132,11 @@ class ParallelExpertsFunction(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         batches, group = ctx.batches, ctx.group
         saved = saved_operands(ctx)
-        each = len(saved) // len(batches)
+        each = len(saved) // len(batches)  # operands of one batch
         every = group.all_gather_no_grad(dout).chunk(len(batches))
         gradients = []
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
+            # [R, C]: weight * dout of a row's token.
             dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
             batch_saved = mlp._replace(operands=saved[i * each : (i + 1) * each])
             gradients.append(mlp_backward(batch_saved, dy, ctx.needs, router_dots=ctx.needs_input_grad[1]))
@@ -142,6 +148,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
                 route_weight_grad(g.router_dots, batch.weights, batch.groups.row_of_topk)
                 for g, batch in zip(gradients, batches, strict=True)
             ]
+            # Other ranks have zeros for its routes.
             dweights = group.reduce_scatter_no_grad(torch.cat(per_route), ROUTES)
         needs_up, needs_down = (ctx.needs_input_grad[i] or ctx.needs_input_grad[i + 2] for i in (2, 3))
         if needs_up:
@@ -170,6 +177,7 @@ def _in_order(
     for source, (chosen, factors) in enumerate(
         zip(experts.chunk(group.ranks), weights.chunk(group.ranks), strict=True)
     ):
+        # Rows where a process with all experts has them.
         groups = group_rows(chosen, count * group.ranks).part(group.rank * count, count)
         own = [
             linear._replace(groups=groups, exchange=ScaleExchange(group), key=_key_of_source(linear.key, source, group))
@@ -192,10 +200,11 @@ def _to_tokens(ctx, per_row: Sequence[Tensor], weights: bool) -> Tensor:
     if not ctx.in_order:
         batch = ctx.batches[0]
         sums = combine_rows(per_row[0], batch.weights if weights else None, batch.groups.row_of_topk)
-        return ctx.group.reduce_scatter_no_grad(sums)
+        return ctx.group.reduce_scatter_no_grad(sums)  # [T, C] of this rank's tokens
     per_route = [
         gather_rows(rows, batch.groups.row_of_topk.flatten()) for rows, batch in zip(per_row, ctx.batches, strict=True)
     ]
     own = ctx.group.reduce_scatter_no_grad(torch.cat(per_route))
+    # Own rows are in the order of (token, k).
     routes = torch.arange(len(own), dtype=torch.int32, device=own.device).view_as(ctx.weights)
     return combine_rows(own, ctx.weights if weights else None, routes)

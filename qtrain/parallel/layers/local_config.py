@@ -4,7 +4,7 @@ import dataclasses
 
 from qtrain.core.errors import UserError
 from qtrain.models.config.model import ModelConfig
-from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.mesh import Mesh, divisors
 
 
 def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: str) -> None:
@@ -28,6 +28,7 @@ def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> N
         sizes["experts"] = config.moe.experts
     for what, size in sizes.items():
         if size % ranks:
+            # Degrees that divide every size: the first message is the last.
             allowed = [d for d in range(1, 1025) if not any(each % d for each in sizes.values())]
             raise UserError(
                 f"--tp: {ranks} does not divide the model's {what}, {size}; allowed: {', '.join(map(str, allowed))}."
@@ -41,8 +42,9 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
     if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
     if (experts := config.moe.experts) % ranks:
-        allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
-        raise UserError(f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {allowed}.")
+        raise UserError(
+            f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {divisors(experts)}."
+        )
 
 
 def local_config(config: ModelConfig, tp: int, ep: int) -> ModelConfig:
@@ -65,5 +67,6 @@ def _local_experts(config: ModelConfig, ranks: int, micro_batches: int) -> Model
     if ranks == 1 or config.moe is None:
         return config
     own = config.moe.experts // ranks
+    # A token has at most one route to an expert: no more of them than this rank has experts.
     per_token = micro_batches * min(config.moe.per_token, own)
     return dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts=own, per_token=per_token))

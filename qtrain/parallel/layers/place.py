@@ -31,16 +31,8 @@ from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
-from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
-from qtrain.parallel.layers.tensor_parallel import (
-    TPMLP,
-    Stream,
-    TPAttention,
-    TPEmbedding,
-    TPMoE,
-    TPOutput,
-    TPRMSNorm,
-)
+from qtrain.parallel.layers.local_config import local_config
+from qtrain.parallel.layers.tensor_parallel import TPMLP, Stream, TPAttention, TPEmbedding, TPMoE, TPOutput, TPRMSNorm
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.swap import LinearChoice, SharedWeight
 from qtrain.tensors.partition import Partition
@@ -69,7 +61,8 @@ VOCABULARY_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the ranks of a group divide a decoder: with --tp everything in TABLE, with --ep the experts alone."""
+    """How the ranks of a group divide a decoder that `check_mesh` allows: with --tp everything in TABLE, with --ep the
+    experts alone."""
 
     config: ModelConfig
     """Of the full model."""
@@ -78,23 +71,18 @@ class ModelParallel:
     sequence: bool = True
     """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
 
-    def __post_init__(self) -> None:
-        if self.experts_only:
-            check_experts_divisible(self.config, self.group.ranks, "the model")
-        else:
-            check_divisible(self.config, self.group.ranks, self.sequence)
-
     @cached_property
     def vocabulary(self) -> list[tuple[int, int]]:
         """Rows of the vocabulary of every rank."""
         size, ranks = self.config.vocab_size, self.group.ranks
+        # A small one would be divided unevenly.
         unit = VOCABULARY_ALIGNMENT if size >= 8 * ranks * VOCABULARY_ALIGNMENT else 1
         cuts = [min(size, -(-size * r // (ranks * unit)) * unit) for r in range(ranks + 1)]
         return list(pairwise(cuts))
 
     def kind(self, name: str) -> Kind | None:
         """How the parameter `name` is divided; None: every rank has all of it."""
-        parent, module, _ = ["", "", *name.split(".")][-3:]
+        parent, module, _ = ["", "", *name.split(".")][-3:]  # layers.0.attn.qkv.weight -> attn, qkv
         kind = TABLE.get((parent, module))
         if self.experts_only and kind != "expert":
             return None
@@ -113,7 +101,9 @@ class ModelParallel:
         if kind == "vocab":
             return Partition(0, config.vocab_size, (self.vocabulary[rank],))
         if kind == "row" and own == "bias":
+            # Added once: the ranks' partial sums are added, and each would add the bias again.
             return Partition(0, config.hidden_size, ((0, config.hidden_size),), held=rank == 0)
+        # Fused projections: a rank has its part of each, q, k and v or gate and up, not one range of rows.
         sizes: dict[tuple[str, str], tuple[int, ...]] = {
             ("attn", "qkv"): (config.q_size, config.kv_size, config.kv_size),
             ("attn", "k_norm"): (config.kv_size,),
@@ -125,7 +115,7 @@ class ModelParallel:
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
         experts, of its heads or its tokens."""
-        if self.experts_only or self.partition(name) is not None:
+        if self.experts_only or self.partition(name) is not None:  # a divided parameter's gradient is this rank's alone
             return False
         return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
 
@@ -163,6 +153,7 @@ class ModelParallel:
                     )
                     _set_sizes(module, shape)
         model.parts = self
+        # After the shapes: parallel modules read the sizes of the weights that they take over.
         stream = Stream(self.group, self.sequence)
         for name, module in list(model.named_modules()):
             if (parallel := self._parallel_kind(name, module, stream)) is not None:
@@ -207,7 +198,7 @@ def _set_sizes(module: nn.Module, shape: torch.Size) -> None:
     if isinstance(module, nn.Embedding):
         module.num_embeddings = shape[0]
         return
-    if hasattr(module, "groups"):
+    if hasattr(module, "groups"):  # experts: whole ones, so groups shrink with the rows
         module.groups = module.groups * shape[0] // module.out_features
     module.out_features, module.in_features = shape
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RankGroup
+from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.native.attention import Attention, SequenceInfo
 from qtrain.models.native.decoder import Embedding, Output
@@ -23,7 +24,6 @@ from qtrain.models.native.moe import MoE
 from qtrain.models.native.router import Routing, TokenSum
 from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import TokenExchange, gathers_codes
-from qtrain.parallel.layers.loss import sharded_cross_entropy
 from qtrain.quant import LowBitLinear
 
 
@@ -39,6 +39,7 @@ class Stream:
         divided, x is [B, S, C] on all ranks already."""
         if info is None or not info.sharded:
             return self.group.copy(x)
+        # Without the padding.
         return self.group.all_gather(x)[: info.batch * info.seq_len].unflatten(0, (info.batch, info.seq_len))
 
     def leave(self, x: Tensor, sharded: bool) -> Tensor:
@@ -46,6 +47,7 @@ class Stream:
         if not sharded:
             return self.group.all_reduce(x)
         x = x.flatten(0, -2)
+        # Reduce-scatter takes equal parts; rows of zeros add nothing, and are cut off on entry.
         if padding := -x.shape[0] % self.group.ranks:
             x = F.pad(x, (0, 0, 0, padding))
         return self.group.reduce_scatter(x)
@@ -113,8 +115,9 @@ class TPEmbedding(Embedding):
 
     def forward(self, ids: Tensor, sharded: bool = False) -> Tensor:
         own = ids - self.first
-        missing = (own < 0) | (own >= self.num_embeddings)
+        missing = (own < 0) | (own >= self.num_embeddings)  # [B, S]: ids of other ranks' rows
         found = F.embedding(own.masked_fill(missing, 0), self.weight)
+        # Zeros for them: of each token exactly one rank adds its row, so the sum is exact.
         return self.stream.leave(found.masked_fill(missing.unsqueeze(-1), 0.0), sharded)
 
 
@@ -145,6 +148,7 @@ class TPOutput(Output):
         """Logits [..., V] of the full vocabulary on all ranks; not differentiable."""
         sizes = [stop - start for start, stop in self.vocabulary]
         padded = F.pad(own, (0, max(sizes) - own.shape[-1])).movedim(-1, 0)
+        # Gathered along dimension 0, where ranks' parts follow each other, and moved back.
         every = self.stream.group.all_gather_no_grad(padded).movedim(0, -1).split(max(sizes), dim=-1)
         return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1)
 
@@ -159,5 +163,41 @@ class TPRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
+        # Its gradient is the sum over ranks, each of which reads it.
         square = self.group.all_reduce_with_grad(wide.square().sum(-1, keepdim=True)) / self.full
         return (wide * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)
+
+
+STATISTICS = "loss statistics"
+"""The kind of message."""
+
+
+def sharded_cross_entropy(
+    logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: RankGroup, first: int
+) -> Tensor:
+    """Cross-entropy through a head whose vocabulary the group divides: no rank has all logits of a token. logits [t,
+    rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
+
+    As in `models/native/loss.py`, in chunks of tokens. Of each token a rank sends three numbers: the maximum of its
+    logits, the sum of exponentials below it, and the label's logit, if it is among them. From those of all ranks
+    everyone computes the same logsumexp and loss. In PyTorch's operations on all devices.
+
+    with_grad: the logits are overwritten by their gradient."""
+    x = logits.float()
+    trained, target = labels != IGNORED, labels - first
+    own = trained & (target >= 0) & (target < x.shape[1])
+    target = torch.where(own, target, 0).unsqueeze(-1)
+    label_logit = torch.where(own, x.gather(-1, target).squeeze(-1), 0.0)  # [t]; 0 on all ranks but one
+    peak = x.amax(dim=-1)
+    below = (x - peak.unsqueeze(-1)).exp_().sum(dim=-1)  # [t], at least 1: no overflow, no logarithm of 0
+    every = group.all_gather_no_grad(torch.stack([peak, below, label_logit])[None], STATISTICS)  # [ranks, 3, t]
+    top = every[:, 0].amax(dim=0)
+    log_total = top + (every[:, 1] * (every[:, 0] - top).exp()).sum(dim=0).log()  # logsumexp over the whole vocabulary
+    nll = torch.where(trained, log_total - every[:, 2].sum(dim=0), 0.0)
+    loss = nll + torch.where(trained, z_loss * log_total.square(), 0.0)
+    if with_grad:
+        x = x.sub_(log_total.unsqueeze(-1)).exp_().mul_((1.0 + 2.0 * z_loss * log_total).unsqueeze(-1))
+        # softmax - onehot; other ranks add -0 at place 0.
+        x.scatter_add_(-1, target, -own.float().unsqueeze(-1))
+        logits.copy_(x.masked_fill_(~trained.unsqueeze(-1), 0.0))
+    return torch.stack([loss, nll])

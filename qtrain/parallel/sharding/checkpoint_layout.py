@@ -1,4 +1,5 @@
-"""The state of a run with --tp or --ep as a checkpoint holds it: whole tensors, that runs with any of them resume.
+"""The state of a run with --tp or --ep as whole tensors: of a checkpoint, that runs with any of them resume, and of the
+export.
 
 What is stored by blocks along a row (optimizer states in 8 and 4 bits, weights stored in low bits) is cut where ranks'
 columns are. A cut that is not between two blocks leaves scales that a whole row does not have: such a checkpoint, which
@@ -18,8 +19,11 @@ from qtrain.comm.ranks import all_gather
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
+from qtrain.models import Decoder
 from qtrain.optim.registry import hidden_matrices
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.split_tensor import SplitTensor
+from qtrain.quant import exported_tensors
 from qtrain.tensors.partition import Partition
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
@@ -93,11 +97,13 @@ class DividedState:
     def _split(self, entry: str, name: str, unit: int | None, width: int) -> Partition:
         """How a tensor of the parameter `name` is split. width: the length of its rows on this rank."""
         split, ranks = self._splits[name], self._group.ranks
-        if split.dim == 0 or unit == 1:
+        if split.dim == 0 or unit == 1:  # rows are never cut, single elements need no alignment
             return split
         if unit is None or self._shapes[name][1] % unit:
+            # A block is cut between ranks: its scale belongs to a part of it, which no other division has.
             self._inexact.add(entry)
             dim = 0 if unit is None else 1
+            # Parts end to end, as if the blocks were the whole's: right for this --tp, and named as such.
             return Partition.evenly(dim, (width * ranks,), ranks, self._group.rank)
         ranges = tuple((start // unit, stop // unit) for start, stop in split.ranges)
         return dataclasses.replace(split, full=split.full // unit, ranges=ranges)
@@ -129,7 +135,7 @@ class DividedState:
         ranks, parts = self._group.ranks, described["options"].get("parts")
         if not parts or not any(name in self._splits.keys() - self._projections.keys() for name in described["params"]):
             return described
-        parts = [n * ranks if to_whole else n // ranks for n in parts]
+        parts = [n * ranks if to_whole else n // ranks for n in parts]  # rows of q, k, v or of gate, up
         return {**described, "options": {**described["options"], "parts": parts}}
 
     def _keys(self, name: str, key: str, to_whole: bool) -> list[str]:
@@ -177,3 +183,38 @@ def refuse_other_tp(saved_tp: int, inexact: list[str], tp: int, path: Any) -> No
             f"--tp: {path} was saved with --tp {saved_tp}, and cannot be resumed with --tp {tp}: {inexact[0]} has "
             f"scales of blocks that the columns of {max(saved_tp, tp)} processes cut. Resume with --tp {saved_tp}."
         )
+
+
+# ---- the export ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
+    """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
+    on the others. Every rank calls it."""
+    if (mesh.expert_mesh or mesh).dp_rank:
+        return None
+    config, group, device = model.config, mesh.model_group, model.norm.weight.device
+    parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
+    whole = None
+    if mesh.rank == 0:
+        with torch.device("meta"):
+            whole = Decoder(config)
+        whole = whole.to(model.norm.weight.dtype).to_empty(device="cpu")
+        whole.tie()
+    targets = whole.state_dict() if whole is not None else {}
+    for name, exported in exported_tensors(model).items():
+        splits = [part.partition(name) for part in parts]
+        if splits[0] is None:  # which only rank 0 may have, after full sharding  # every rank has all of it
+            if whole is not None:
+                targets[name].copy_(exported())
+            continue
+        own = exported()
+        shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        # Flat, because ranks' parts differ in length: rows of the vocabulary do.
+        flat = group.all_gather_ragged(own.to(device).contiguous().flatten(), sizes, "exported weights")
+        if whole is not None:
+            for split, row, shape in zip(splits, flat, shapes, strict=True):
+                split.put(targets[name], row.view(shape))
+    return whole

@@ -9,6 +9,7 @@ After the optimizer's step every rank gathers the updated weights (`model_weight
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,17 +19,35 @@ from qtrain.comm.wire import gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
-from qtrain.parallel.sharding.expert_masters import shard_experts
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
+from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, shard_frozen, shard_parameters
-from qtrain.parallel.sharding.step_sums import Gradients
-from qtrain.parallel.sharding.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
 from qtrain.tensors.lazy import materialize
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward passes of a step produce besides the gradients themselves."""
+
+    loss: float
+    """Mean over the step's trained tokens, without z-loss."""
+    norm: Tensor
+    """L2 norm of all gradients, before clipping; fp32 scalar on the device."""
+    norm_value: float
+    """The same on the host."""
+    tokens: int
+    """Tokens read by all ranks, trained on or not."""
+    stop_signal: int = 0
+    """The number of a signal that some rank has received; 0: none."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm_value)
 
 
 class DataParallel:
@@ -63,12 +82,13 @@ class DataParallel:
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        in_units = {id(p) for unit in units for p in unit.holder.parameters()}
+        in_units = {id(p) for unit in units for p in unit.holder.parameters()}  # their memory comes and goes
         dropped = set() if keep_full_weights or mesh.shard == 1 else weights_as_codes(model, quantized)
         for p in model.parameters():
             if id(p) not in in_units | dropped:
                 materialize(p)
         split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
+        # Experts have a mesh of their own: the ranks that hold the same ones.
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
         self.parameters = shard_parameters(dense, *how)
@@ -83,6 +103,7 @@ class DataParallel:
         self.partition_of_unit = _indices_of(self.partitions.values(), units)
         """The index of each unit's partition; None where it has none."""
         self._reduction = None
+        # What is reduced at once: a partition of the backward pass, a unit, or all there is.
         groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
         self._parts = TensorParts(model, groups, mesh) if mesh.tp > 1 else None
         self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
@@ -141,8 +162,9 @@ class DataParallel:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
         trained = torch.full((), float(own), dtype=torch.float64, device=self._device)
         if self.mesh.dp_size > 1:
+            # Counts up to 2**53 are exact in fp64, in any order.
             torch.distributed.all_reduce(trained, group=self.mesh.dp_group)
-        return trained.clamp_(min=1).float()
+        return trained.clamp_(min=1).float()  # a step without trained tokens divides by 1, not by 0
 
     def end_backward(self) -> None:
         """The last part of a micro-batch's forward and backward pass, which is recorded with it."""
@@ -165,6 +187,7 @@ class DataParallel:
         """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
         if self.partitions:
             return
+        # Added locally, ranks meet once a step; kept in order, after every micro-batch.
         last = index == self._micro_batches - 1
         if self.adds_locally and not last:
             return
@@ -180,24 +203,29 @@ class DataParallel:
         if they are freed already.
 
         The only synchronization of a step with the device."""
+        # Of a parameter that several tensor ranks have, the norm counts one copy.
         counted = self.parameters if self._parts is None else self._parts.counted
         if squares is None:
             summed = [(mesh, self.squares(members)) for mesh, members in by_mesh(counted, lambda sharded: sharded)]
         else:
             summed = [(self.mesh, squares)]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
+        # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
         per_rank = self._gather(own)
         every = per_rank[:: self.mesh.tp]  # the ranks of a tensor group have the same loss and tokens
+        # In fp32 and in the order of the micro-batches, as one process adds: the logged loss is the same bits.
         loss = np.float32(0)
         for per_micro_batch in every.T[: len(nll)]:
             for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         # The first replica's, with all tensor ranks' parts.
+        # Replicas hold the same gradients: counted once.
         copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
+            # For clipping, without a second synchronization.
             norm=torch.tensor(value, dtype=torch.float32, device=self._device),
             norm_value=float(np.float32(value)),
             tokens=int(every[:, -2].sum()),
@@ -223,7 +251,7 @@ class DataParallel:
         """After the optimizer's step: `requantize`, or the replay of it."""
         # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
         self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.dp_size - 1)
-        (recorded or self.requantize)()
+        (recorded or self.requantize)()  # by a CUDA graph's replay, if there is one
 
     def requantize(self) -> None:
         """Give the model the masters' values, and its linears the codes of them."""

@@ -47,6 +47,7 @@ class ShardedBlock:
     def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None], receivers: Sequence[Tensor]):
         self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
         self._tensors, self._gather = tuple(tensors), gather
+        # Several tensors may share one.
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
         self.gathered = True
@@ -56,7 +57,7 @@ class ShardedBlock:
     def gather(self) -> None:
         """Allocate and fill the tensors."""
         for storage, size in self._storages:
-            storage.resize_(size)
+            storage.resize_(size)  # the tensors stay the objects that autograd and compiled code hold
         # What autograd has saved of the forward pass is the same again in the backward pass, not "modified in place".
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._tensors):
             self._gather()
@@ -98,14 +99,17 @@ class FullShard:
         self._need(index)
         self._prefetch(index + 1)
         if args and _trains(args[0]):
+            # On the input: when its gradient arrives, those of the block's parameters are complete.
             args = (_AtBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
         output = call(*args, **kwargs)
         backward_follows = torch.is_grad_enabled() and index == self._last_read
+        # The last block's backward pass comes right after its forward pass: freed, it would be gathered twice.
         if not backward_follows:
             self._blocks[index].free()
         first, *others = output if isinstance(output, tuple) else (output,)
         if not _trains(first) or not self._blocks[index].backward_reads:
             return output
+        # On the output: the first node of this block that the backward pass reaches.
         first = _AtBackward.apply(first, functools.partial(self._before_backward, index))
         return (first, *others) if isinstance(output, tuple) else first
 
@@ -122,6 +126,7 @@ class FullShard:
             self._reduce(index)
             return
         self._wait_for_reduction()
+        # References until the reduction has run: the allocator must not hand this memory to the current stream.
         self._in_flight = [receiver.grad for receiver in block.receivers]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -41,8 +41,10 @@ class GradientWire:
         """message [n] -> uint8 [size(n)]: codes, then scales. key: int64 [3], Philox."""
         if not len(message):
             return message.new_empty(0, dtype=torch.uint8)
+        # [blocks, block]; zeros have code 0.
         blocks = F.pad(message, (0, -len(message) % self.block)).view(-1, self.block)
-        codes, scale = quantize(blocks, self.fmt, "rowwise", key, ROLE)
+        codes, scale = quantize(blocks, self.fmt, "rowwise", key, ROLE)  # a row of the matrix is a block of the message
+        # One message: a second collective for the scales would cost its latency again.
         return torch.cat([codes.view(torch.uint8).flatten(), scale.view(torch.uint8)])
 
     def decode(self, encoded: Tensor, elements: int) -> Tensor:

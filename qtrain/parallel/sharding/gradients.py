@@ -47,6 +47,7 @@ class GradientReduction:
         wire: GradientWire | None = None,
         seed: int = 0,
     ):
+        # Else a step adds once, and the masters' own gradients hold the sum.
         self._keeps_sums = every_micro_batch
         self._groups = [
             [
@@ -63,13 +64,15 @@ class GradientReduction:
         """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
         micro-batch in the run, which keys random bits."""
         for bucket in self._groups[index]:
+            # Every message of a step draws bits of its own: neighboring buckets are `messages` numbers apart.
             number = bucket.first_number + self._buckets.index(bucket) * self._messages
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 if bucket.sums is None:
-                    bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)
+                    bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)  # [n], of this rank's part alone
                 add_in_order(bucket.sums, received)
             else:
+                # Rank 0's term first: the order of a process alone.
                 bucket.give(add_in_order(received[0].float(), received[1:]))
 
     def finish(self) -> None:
@@ -102,7 +105,7 @@ class _Bucket:
         self.messages, self.first_number = mesh.dp_size, FIRST_NUMBER + mesh.tp_rank * RANK_RNG_OFFSET
         self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
         self._dtype = members[0].parameter.dtype
-        lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
+        lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]  # of each shard
         parts = [  # of every rank: its part of its shard
             (length * r // mesh.replicate, length * (r + 1) // mesh.replicate)
             for r in range(mesh.replicate)
@@ -121,6 +124,7 @@ class _Bucket:
         world = range(self._mesh.dp_size)
         if machines is None or not by_machine:
             return [_Stage(self._mesh.dp_group, tuple(sizes), sizes[me])], world
+        # Ranks of a machine are consecutive.
         counterparts = [world[n :: machines.ranks] for n in range(machines.ranks)]  # those that neighbor n adds for
         intra_sizes = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
         number = me % machines.ranks
@@ -138,6 +142,7 @@ class _Bucket:
         *first, last = self._stages
         for stage in first:
             received = self._send(stage, message, terms, key)
+            # Inside a machine first, over NVLink; of its sum one rank alone sends each part to the other machines.
             message = add_in_order(received[0].float(), received[1:])
             message = message.to(self._dtype) if self._wire is None else message
         return self._send(last, message, terms, key)
@@ -148,6 +153,7 @@ class _Bucket:
             sizes = [terms * size for size in stage.sizes]
             received = exchange(message, sizes, terms * stage.own, stage.group, stage.kind)
             return received.view(len(sizes) * terms, stage.own)
+        # A code is rounded: a term that is added exactly cannot be sent as one.
         assert terms == 1, "terms are kept apart to be added exactly"
         keys = _message_keys((*key[:2], key[2] + stage.first_number), len(stage.sizes), message.device)
         pieces = message.split(stage.sizes)
@@ -161,8 +167,10 @@ class _Bucket:
         in each; and their number. Frees the gradients."""
         flat = [_flat_gradients(m) for m in self._members]
         for m in self._members:
+            # The list is the last reference: a gradient's memory is free once the copies below have been queued.
             m.receiver.grad = None
         (terms,) = {len(member_sizes) for member_sizes in flat}
+        # The gradient is the message as it lies in memory: no copy of a large parameter.
         if terms == 1 and self._in_order:
             return flat[0].view(-1), 1
         if terms == 1 and self._permutation is not None:
@@ -178,6 +186,7 @@ class _Bucket:
         part = part.to(self._dtype, copy=self.sums is not None)  # those are added to in the next step
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
+            # Replicas have summed a part each: a reduce-scatter over all, then an all-gather among those of a shard.
             part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
         ends = [0]
         for m in self._members:

@@ -54,8 +54,10 @@ class ModelWeights:
             self._drop_full_weights()
         if units:
             shared = shared_weights(model)
+            # Frozen weights are quantized whenever their block is gathered: always with the bits of the first time.
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
             sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
+            # Codes before the blocks are freed: the first forward pass gathers them.
             update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
         if mesh.shard > 1 or units:
@@ -78,7 +80,7 @@ class ModelWeights:
             linear.weight_codes.allocate()
         as_codes = [weight for weight in self._codes if not weight.keeps]
         update_codes(as_codes)
-        known = {id(weight.linear) for weight in as_codes}
+        known = {id(weight.linear) for weight in as_codes}  # whose codes have come from all ranks
         missing = {id(linear.weight) for linear in outside if linear.codes_only and id(linear) not in known}
         self._gather_masters((s for s in self._parameters if id(s.parameter) in missing), self._receive)
         for linear in outside:
@@ -130,6 +132,7 @@ class ModelWeights:
         update_codes([weight for weight in self._codes if weight.sharded.parameter.requires_grad])
         as_codes = {id(weight.sharded.parameter) for weight in self._codes}
         changed = [s for s in self._parameters if id(s.parameter) not in as_codes]
+        # The version counter tells stale codes. It does not see what is written through `.data`, or gathered later.
         torch.autograd.graph.increment_version([s.parameter for s in changed])
         self._gather_masters((s for s in changed if id(s.parameter) not in self._in_blocks), self._receive)
         for sharded in changed:
@@ -143,7 +146,7 @@ class ModelWeights:
     def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         linear = self._linear_of.get(id(sharded.parameter))
         if linear is not None and linear.codes_only:
-            linear.refresh(tensors[0])
+            linear.refresh(tensors[0])  # the full weight exists for this call only
             return
         for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
             own.copy_(gathered)
@@ -169,6 +172,7 @@ class ModelWeights:
             value = StoredWeight(*on_host, stored.format, stored.shape, stored.dtype)
             linear.weight = nn.Parameter(value, requires_grad=parameter.requires_grad)
         else:
+            # Blocks in the host's memory: together they may not fit the device's.
             parameter.data = tensors[0].cpu() if from_block else tensors[0]
         if not from_block and linear is not None:
             linear.codes_only = False

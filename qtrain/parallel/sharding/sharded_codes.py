@@ -66,10 +66,10 @@ class ShardedCodes:
             if height is None:
                 yield rows, slice(None)
                 continue
-            head = min(-low % height, len(rows))
+            head = min(-low % height, len(rows))  # rows until the next block begins
             first = (low + head) // height
             if head:
-                yield rows[:head], slice(low // height, low // height + 1)
+                yield rows[:head], slice(low // height, low // height + 1)  # a block that another rank's rows begin
             if head < len(rows):
                 yield rows[head:], slice(first, first - (head - len(rows)) // height)
 
@@ -78,10 +78,11 @@ class ShardedCodes:
         of elements, fp64 [2]."""
         device = self.linear.weight.device
         if self.is_mean:
-            found = torch.zeros(2, dtype=torch.float64, device=device)
+            found = torch.zeros(2, dtype=torch.float64, device=device)  # sum of |w|, number of elements
             for rows, _ in self._pieces():
                 found += tensor_statistic(rows, self._format)
             return found
+        # 0 where this rank has no rows: the smallest absmax, which no maximum takes.
         found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
         for rows, covered in self._pieces():
             if self._format.granularity == "tensorwise":
@@ -95,6 +96,7 @@ class ShardedCodes:
         if not self.is_mean:
             statistics = statistics.view(scale_shape(self._format.granularity, *self._shape))
         scale = scale_of_statistic(statistics, self._format, self._shape, self.linear.scheme.power_of_two)
+        # In the same memory: a recorded gather reads it in every replay.
         (self.scale,) = _replace_values(self.scale if self.scale is None else [self.scale], [scale])
 
     # ---- Gathered ----------------------------------------------------------------------------------------------------
@@ -119,6 +121,7 @@ class ShardedCodes:
 
     def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         fmt, granularity = self._format.fmt, self._format.granularity
+        # A piece's scales with the strides that the quantizer expects of a whole matrix.
         laid_out = empty_scale(granularity, *rows.shape, scale).copy_(scale)
         return quantize(rows.contiguous(), fmt, granularity, scale=laid_out)[0]
 
@@ -162,6 +165,7 @@ def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
             continue
         own = [weight.statistics() for weight in group]
         flat = torch.cat(own)
+        # Bits of |x| order as the numbers do: an integer maximum that keeps NaN, which one of floats may drop.
         dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
         if mesh.tp_group is not None:
             flat = _over_tensor_ranks(flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh)
@@ -173,6 +177,7 @@ def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Me
     """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
     if not any(spans for _, spans in sizes):
         return flat
+    # One message for all; scales that end at this rank's part keep its own statistics.
     reduced = reduce_statistics(flat, mesh.tp_group)
     spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
     return torch.where(spanning, reduced, flat)

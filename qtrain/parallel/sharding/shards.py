@@ -100,12 +100,14 @@ def shard_parameters(
     if mesh.shard == 1:
         for _, p in parameters:
             materialize(p)
+        # The master is the parameter: a mesh that does not shard costs nothing.
         return [Sharded(name, p, p, (0, p.numel()), mesh) for name, p in parameters]
     whole = {
         id(p)
         for _, p in parameters
         if isinstance(p.data, StoredWeight) or needs_whole(p) or not _divides_by_rows(p, mesh.shard)
     }
+    # Whole matrices are dealt out by size: a rank's work and memory are those of its owned ones.
     owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
     sharded = [
         _owned(name, p, owners[id(p)], mesh, freed(p)) if id(p) in whole else _by_rows(name, p, mesh)
@@ -150,13 +152,14 @@ def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:
 
 def _row_cuts(p: nn.Parameter, ranks: int) -> list[int]:
     """The first row of every rank, and the number of rows; as torch.chunk and DTensor divide."""
-    rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)
+    rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)  # the last ranks may have fewer, or none
     return [min(rank * per_rank, rows) for rank in range(ranks + 1)]
 
 
 def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int, int]:
     """id of a parameter -> the rank that owns it: the largest first, each to the rank that has least."""
     load, owners = [0] * ranks, {}
+    # Greedy, longest first: within 4/3 of the best balance, and the same on all ranks without a message.
     for p in sorted(parameters, key=lambda p: -p.numel()):  # stable: equal on all ranks
         owner = load.index(min(load))
         owners[id(p)], load[owner] = owner, load[owner] + p.numel()
@@ -164,7 +167,7 @@ def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int
 
 
 def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sharded:
-    bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
+    bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))  # all elements are the owner's
     if mesh.shard_rank == owner:
         value = initial_value(p)
         return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_lazy(p) else value), bounds, mesh)
@@ -173,6 +176,7 @@ def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sh
 
 def _by_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     cuts, width = _row_cuts(p, mesh.shard), p.shape[1:].numel()
+    # A copy: a view would keep the whole initial value in memory.
     own = initial_value(p)[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
     master = nn.Parameter(as_shard(own, mesh.device_mesh, p.shape))
     return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)

@@ -28,6 +28,7 @@ class SplitTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, like: Tensor, pieces: list[tuple[tuple[int, ...], Tensor]]):
+        # The whole's shape, no memory.
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         made.pieces = pieces
         return made
@@ -39,19 +40,22 @@ class SplitTensor(Tensor):
         if isinstance(own, DTensor):
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+            # The shard's first row in this rank's part.
             first = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)[1][0]
             own = own.to_local()
         own, pieces = own.detach(), []
         for start, at, length in split.pieces():
             offset = [0] * own.ndim
+            # Columns: each piece is a range of columns of this shard's rows.
             if split.dim:
                 offset[0], offset[split.dim] = first, start
                 piece = own.narrow(split.dim, at, length)
             else:
+                # Rows that this shard has of a piece.
                 low, high = max(at, first), min(at + length, first + own.shape[0])
                 offset[0] = start + low - at
                 piece = own[low - first : max(high, low) - first]
-            if piece.numel():
+            if piece.numel():  # a shard may have no rows of q, k or v
                 pieces.append((tuple(offset), piece))
         return cls(shape, own, pieces)
 

@@ -66,6 +66,7 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
             continue
         small = []
         for item in members:
+            # Gathered in place into its own memory, which takes equally long rows of all ranks.
             if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
                 _gather_alone(item, mesh, kind)
             else:
@@ -103,9 +104,10 @@ def _gather_bucket(bucket: Sequence[Gathered], mesh: Mesh, kind: str) -> None:
         (as_bytes(t), byte_slices(t, item.sharded)) for item, full in zip(bucket, targets, strict=True) for t in full
     ]
     own = [as_bytes(t) for item in bucket for t in item.own()]
-    message = torch.cat(own) if own else slices[0][0].new_empty(0)
+    message = torch.cat(own) if own else slices[0][0].new_empty(0)  # a rank may own nothing of a bucket
     sizes = [sum(held[s][1] - held[s][0] for _, held in slices) for s in range(mesh.shard)]
     rows = gather(message, sizes, mesh.shard_group, kind)
+    # Rank by rank: one launch copies its pieces into all tensors of the bucket.
     for s, row in enumerate(rows):
         pieces = [target[held[s][0] : held[s][1]] for target, held in slices]
         torch._foreach_copy_(pieces, list(row.split([len(piece) for piece in pieces])))

@@ -121,7 +121,7 @@ def choose_per_shape(
     why: dict[str, str] = {}
     for shape, count in counts.items():
         if _text(shape) in former:
-            taken[shape] = former[_text(shape)]
+            taken[shape] = former[_text(shape)]  # a resumed run: timings differ from run to run, its schemes may not
             shown = "chosen earlier"
         else:
             times: dict[str, float] = {}
@@ -149,8 +149,10 @@ def time_linear(
     generator = torch.Generator(device).manual_seed(0)
     like = {"dtype": dtype, "device": device, "generator": generator}
     model = nn.Sequential(nn.Linear(in_features, out_features, bias=False, dtype=dtype, device="meta"))
+    # Declared on meta and filled on the device: no initialization by the host.
     model.to_empty(device=device)
     with torch.no_grad():
+        # Not zeros: power draw, and so clocks, depend on the data.
         model[0].weight.normal_(0.0, 0.02, generator=generator)
     quantized = quantize_linears(model, scheme, seed=0)
     x = torch.randn(tokens, in_features, **like).requires_grad_()
@@ -168,7 +170,7 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     work()
     if device.type != "cuda":
         return statistics.median(_elapsed(work) for _ in range(3))
-    runs = [_device_seconds(work, 3) for _ in range(6)]
+    runs = [_device_seconds(work, 3) for _ in range(6)]  # the first one warms up caches and clocks
     return statistics.median(runs[1:])
 
 

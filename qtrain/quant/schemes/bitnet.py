@@ -47,7 +47,7 @@ class BitNet(LowBitScheme):
         return {"output": "int8", "grad_input": self.backward, "grad_weight": self.backward}
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
-        second = "rowwise" if gemm == "grad_weight" else "tensorwise"
+        second = "rowwise" if gemm == "grad_weight" else "tensorwise"  # x in grad_weight, else the weight
         return OperandFormat("int8", "rowwise"), OperandFormat("int8", second)
 
     def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:

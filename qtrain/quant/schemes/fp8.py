@@ -41,6 +41,7 @@ class Fp8(LowBitScheme):
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
         a, b = self.granularities(gemm)
+        # dy is the first operand of both gradients.
         return OperandFormat("e4m3" if gemm == "output" else self.grad_format, a), OperandFormat("e4m3", b)
 
 

@@ -32,6 +32,7 @@ class Int8(LowBitScheme):
 
     def __post_init__(self) -> None:
         if self.stochastic_rounding is None:
+            # Frozen: the default depends on another field.
             object.__setattr__(self, "stochastic_rounding", ("grad_weight",) if self.grad_weight == "int8" else False)
         super().__post_init__()
 

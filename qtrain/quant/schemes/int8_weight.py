@@ -45,7 +45,12 @@ class StoredWeightScheme(LowBitScheme):
             return self.low_bit_formats(gemm)
         if gemm == "grad_weight":
             return HIGH_PRECISION
-        return None, STORED_FORMATS[self.stored_format]._replace(sum_dim=1 if gemm == "output" else 0)
+        # x or dy in high precision; the stored codes are dequantized, along either dimension.
+        return None, self.stored_operand(gemm)
+
+    def stored_operand(self, gemm: Gemm) -> OperandFormat:
+        """The stored codes, as `output` or `grad_input` sums over them."""
+        return STORED_FORMATS[self.stored_format]._replace(sum_dim=1 if gemm == "output" else 0)
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
         if FORMATS[self.stored_format].packing > 1 and in_features % 2:

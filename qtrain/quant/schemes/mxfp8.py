@@ -32,7 +32,7 @@ class MxFp8(LowBitScheme):
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        return lacks_fp8(device)
+        return lacks_fp8(device)  # e4m3 codes; native or emulated, products take any size
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
         first = "e4m3" if gemm == "output" else self.grad_format

@@ -50,7 +50,7 @@ class NvFp4(LowBitScheme):
             )
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        return lacks_fp8(device)
+        return lacks_fp8(device)  # e4m3 block scales; emulated products take any size
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
         fmt = NVFP4._replace(hadamard=self.hadamard and gemm == "grad_weight")

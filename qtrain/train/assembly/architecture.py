@@ -16,6 +16,7 @@ from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
+from qtrain.train.settings.settings import TrainSettings
 
 
 class Architecture(ABC):
@@ -49,8 +50,8 @@ class Architecture(ABC):
         do not fit."""
 
     @abstractmethod
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        """Set what backward recomputes (`--activation_checkpointing`)."""
+    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+        """Set what backward recomputes (`--activation_checkpointing`, `--recompute`)."""
 
     @abstractmethod
     def compile(self, model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adap
 from qtrain.optim import parameter_groups
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
-from qtrain.quant import QuantizedModel, quantize_linears
+from qtrain.quant import LowBitScheme, QuantizedModel, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.assembly.deterministic import use_deterministic_kernels
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number
@@ -59,7 +60,7 @@ def assemble(
     that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none. files: those of the
     training data, which are to be the same when the run is resumed."""
     settings, architecture = prepared.settings, prepared.architecture
-    architecture.recompute(model, settings.activation_checkpointing)
+    architecture.recompute(model, settings)
     if settings.compile:
         architecture.compile(model)
     groups = parameter_groups(model, settings.weight_decay)
@@ -121,6 +122,12 @@ def describe_trained(model: nn.Module) -> str:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"trained: {short_number(trained)} of {short_number(total)} parameters ({100 * trained / total:.3g}%)"
+
+
+def frozen_base(lora: Lora | None, quantize: str) -> LowBitScheme | None:
+    """The scheme of a base that is stored in low bits; None: adapters have none, or there are no adapters. quantize:
+    --quantize. UserError where this does not go with the base."""
+    return None if lora is None or lora.base == "none" else base_scheme(lora.base, quantize)
 
 
 def trained_part(

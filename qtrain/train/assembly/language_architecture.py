@@ -12,7 +12,7 @@ from qtrain.models import (
     ModelConfig,
     ModelSource,
     ResidualOffload,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
     empty_model,
@@ -31,7 +31,8 @@ from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +128,8 @@ class LanguageArchitecture(Architecture):
             model.router_losses.z = settings.router_z_loss
         return model
 
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        apply_activation_checkpointing(model, mode)
+    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+        apply_recompute(model, recompute_kinds(settings))
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)

@@ -5,6 +5,7 @@ been allocated.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,17 +58,13 @@ def prepare(
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     hardware = planned_hardware(checked.settings, checked.device)
-
-    def plan_of(changed: CheckedSettings) -> Plan:
-        return _planned(changed, architecture, linears, hardware, data, trained).plan
-
-    found = _planned(checked, architecture, linears, hardware, data, trained)
-    checked, plan = found.checked, found.plan
+    planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
+    checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
         plan = dataclasses.replace(
             plan,
-            advice=advice(checked, plan, plan_of),
-            within=lambda limit: flags_within(checked, limit, plan_of),
+            advice=advice(checked, plan, lambda changed: planned(changed).plan),
+            within=lambda limit: flags_within(checked, limit, lambda changed: planned(changed).plan),
         )
     lines = [
         *plan.lines(),
@@ -94,12 +91,12 @@ class _Planned(NamedTuple):
 
 
 def _planned(
-    checked: CheckedSettings,
     architecture: Architecture,
     linears: Sequence[LinearChoice],
     hardware: Hardware,
     data: Sequence[str],
     trained: TrainedPart | None,
+    checked: CheckedSettings,
 ) -> _Planned:
     """The plan, with full sharding where --reshard_after_forward asks for it."""
     checked = dataclasses.replace(checked, reshards=False)
@@ -125,7 +122,8 @@ def fit_memory(
     hardware = planned_hardware(settings, checked.device)
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
-    checked, lines = fit(checked, lambda c: _planned(c, architecture, linears, hardware, (), trained).plan)
+    planned = functools.partial(_planned, architecture, linears, hardware, (), trained)
+    checked, lines = fit(checked, lambda changed: planned(changed).plan)
     return dataclasses.replace(checked, notes=(*lines, *checked.notes))
 
 

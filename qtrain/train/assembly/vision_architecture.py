@@ -25,6 +25,7 @@ from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.vision_plan import plan_vision_run
+from qtrain.train.settings.settings import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +76,8 @@ class VisionArchitecture(Architecture):
             dtype=checked.dtype,
         )
 
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        recompute_blocks(model, mode)
+    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+        recompute_blocks(model, settings.activation_checkpointing)
 
     def compile(self, model: nn.Module) -> None:
         compile_vision(model)

@@ -1,23 +1,14 @@
-"""Why a run stops by itself: a non-finite value, or no memory left. One message, no traceback."""
+"""Why a run stops by itself: a non-finite value, or no memory left (`plan/out_of_memory.py` has that message)."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtrain.comm.ranks import rank, world
-from qtrain.core.errors import Restart, TrainingStopped
-
-if TYPE_CHECKING:  # the plan's room is above this one
-    from qtrain.train.plan.plan import Plan
-    from qtrain.train.settings.settings import TrainSettings
-
-GIB = 1024**3
-
-LESS_MEMORY = 0.94
-"""Of what was planned, or is there, what a run that ran out of memory is advised to take."""
+from qtrain.core.errors import TrainingStopped
 
 
 def _count_nonfinite(tensor: Tensor | None) -> str | None:
@@ -82,6 +73,29 @@ def _largest_divisor(number: int, at_most: int) -> int:
     return next(d for d in range(at_most, 0, -1) if number % d == 0)
 
 
+def _recompute_advice(settings: Mapping[str, Any]) -> list[str]:
+    """--recompute, where it is given, with more kinds; else the sets that --activation_checkpointing names."""
+    given, named = settings.get("recompute"), settings.get("activation_checkpointing")
+    if not given:
+        rungs = {"selective": "a little slower", "full": "about a quarter slower"}
+        now = list(rungs).index(named) if named in rungs else -1
+        return [
+            f"--activation_checkpointing {name} (now {named}; {cost})"
+            for number, (name, cost) in enumerate(rungs.items())
+            if named is not None and number > now
+        ]
+    if "block" in given:
+        return []
+    more = {("norm", "swiglu"): "a little slower", ("ffn",): "about a sixth slower"}
+    found = {(*given, *(kind for kind in kinds if kind not in given)): cost for kinds, cost in more.items()}
+    found |= {("block",): "about a quarter slower"}
+    return [
+        f"--recompute '{json.dumps(kinds, separators=(',', ':'))}' (now {json.dumps(given)}; {cost})"
+        for kinds, cost in found.items()
+        if kinds != tuple(given)
+    ]
+
+
 def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -> list[str]:
     """Flags to change when memory runs out, the cheapest first; the global batch stays the same.
 
@@ -96,11 +110,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
         accumulation = settings.get("gradient_accumulation", 0) * micro // smaller
         also = f" --gradient_accumulation {accumulation}" if accumulation else ""
         advice.append(f"--micro_batch_size {smaller}{also} (now {micro}; the batch and the result stay the same)")
-    kept = settings.get("activation_checkpointing")
-    if kept == "none":
-        advice.append("--activation_checkpointing selective (now none; a little slower)")
-    if kept in ("none", "selective"):
-        advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
+    advice += _recompute_advice(settings)
     # As the table of exclusions: not with --tp, --ep, --deterministic or accumulation.
     own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
     parts = settings.get("tp", 1) > 1 or settings.get("ep", 1) > 1
@@ -118,40 +128,3 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     if settings.get("seq_len", 0) >= 256:
         advice.append(f"--seq_len {settings['seq_len'] // 2} (now {settings['seq_len']}; shorter context)")
     return advice
-
-
-def out_of_memory(
-    step: int,
-    plan: "Plan",
-    settings: "TrainSettings",
-    peak: int,
-    checkpoint: Path | None = None,
-    optimizers: Iterable[str] = (),
-) -> TrainingStopped:
-    """The error for exhausted memory: the plan, the measured peak, and what to change. With --fit auto a `Restart` in
-    less memory, from `checkpoint` if there is one.
-
-    peak: bytes of the device. optimizers: as in `memory_advice`.
-    """
-    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.memory.items())
-    capacity = plan.hardware.memory_bytes
-    of = f" of {capacity / GIB:.1f}" if capacity else ""
-    where = f" on rank {rank()}" if world() > 1 else ""
-    message = (
-        f"step {step}: out of memory{where}. The plan was {plan.memory_taken / GIB:.1f} GiB ({kinds}); "
-        f"the peak so far was {peak / GIB:.1f}{of} GiB."
-    )
-    less = LESS_MEMORY * min(plan.memory_taken, capacity or plan.memory_taken)
-    smaller = plan.within(less)
-    if smaller and getattr(settings, "fit", "off") == "auto" and world() == 1:
-        flags = ("--memory_limit", f"{less / GIB:.2f}", *(("--resume", str(checkpoint)) if checkpoint else ()))
-        return Restart(f"{message} --fit auto starts again with {' '.join(flags)}.", flags)
-    lines = [message]
-    if smaller:
-        lines.append(f"The fastest setting that takes {less / GIB:.1f} GiB by the plan: {smaller}")
-    # Advice starts from the sizes in force, not from the zeros that stand for defaults.
-    advice = memory_advice(plan.settings_in_force(settings), optimizers)
-    if not advice:
-        return TrainingStopped(message + " Every setting that saves memory is at its limit: take a smaller --model.")
-    lines += ["Change one of these, in this order:", *(f"  {n}. {line}" for n, line in enumerate(advice, 1))]
-    return TrainingStopped("\n".join(lines))

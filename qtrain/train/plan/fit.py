@@ -10,34 +10,48 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import host_memory
+from qtrain.models.native.loss import chunk_rows
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.exclusions import Options, check_exclusions
-from qtrain.train.settings.settings import TrainSettings, batch_geometry
+from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings, batch_geometry
 
 LOSS_CHUNKS = (0, 1, 2, 4, 8, 16, 32)
 FEWEST_ROWS, MOST_ROWS = 512, 131072
 """Tokens of a chunk of the loss at least, of a micro-batch at most: fewer make slow products, more no faster ones."""
-RECOMPUTED = ("none", "selective", "full")
+RECOMPUTED = (
+    (),
+    ("swiglu",),
+    ("norm", "swiglu"),
+    ("norm", "swiglu", "qkv"),
+    ("norm", "ffn"),
+    ("norm", "qkv", "ffn"),
+    ("norm", "qkv", "attention", "ffn"),
+    ("block",),
+)
+"""Sets of kinds of `--recompute`, in the order of the bytes that they leave."""
 LITTLE_FREE = 0.75
 """Of the device's memory: a plan that takes more is not asked whether it could be faster."""
 HOST_SHARE = 0.8
 """Of the host's memory, what may be pinned: the rest is for the data, checkpoints and the system."""
 
+Flags = Mapping[str, Any]
+"""Settings by name that differ from those that were asked for."""
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and their plan. flags: by which they differ from those that were asked for."""
+    """Settings and their plan."""
 
     checked: CheckedSettings
-    flags: Mapping[str, Any]
+    flags: Flags
     plan: Plan
 
     @property
@@ -50,7 +64,7 @@ class Candidate:
         """The flags as a command line has them."""
         words = []
         for name, value in self.flags.items():
-            text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict | tuple) else str(value)
+            text = str(value) if isinstance(value, int | str) else json.dumps(value, separators=(",", ":"))
             words += [f"--{name}", shlex.quote(text)]
         return " ".join(words)
 
@@ -58,11 +72,29 @@ class Candidate:
 def candidates(
     checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan], *, keep_given: bool = True
 ) -> Iterator[Candidate]:
-    """What the run may be with other settings of memory. keep_given: those that the user has given stay."""
-    for flags in _flags(checked, keep_given):
-        with suppress(UserError):  # of a flag that excludes another
-            changed = _changed(checked, flags)
-            yield Candidate(changed, flags, plan_of(changed))
+    """What the run may be with other settings of memory, but for those that cannot be the fastest that fits.
+    keep_given: those that the user has given stay."""
+    for group in _groups(checked, keep_given):
+        # The first is the fastest of its group, the last takes least: where that does not fit, none does.
+        ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
+        yield from (end for end in ends if end is not None)
+        if ends[0] is None or ends[0].fits or ends[1] is None or not ends[1].fits:
+            continue
+        for by_chunks in group:
+            tried = [_candidate(checked, flags, plan_of) for flags in by_chunks]
+            fitting = [candidate for candidate in tried if candidate is not None and candidate.fits]
+            yield from fitting[:1]  # more chunks only cost more
+            if fitting and fitting[0] is tried[0]:
+                break  # what comes next recomputes more
+
+
+def _candidate(checked: CheckedSettings, flags: Flags, plan_of: Callable[[CheckedSettings], Plan]) -> Candidate | None:
+    """None where the flags do not go with the rest."""
+    try:
+        changed = _changed(checked, flags)
+        return Candidate(changed, flags, plan_of(changed))
+    except UserError:
+        return None
 
 
 def fastest(found: Iterator[Candidate] | list[Candidate]) -> Candidate | None:
@@ -119,8 +151,9 @@ def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSetti
     )
 
 
-def _flags(checked: CheckedSettings, keep_given: bool) -> Iterator[dict[str, Any]]:
-    """Every combination, each by the flags that differ from the settings."""
+def _groups(checked: CheckedSettings, keep_given: bool) -> Iterator[list[list[dict[str, Any]]]]:
+    """Flags by which settings differ from those of `checked`: for each micro-batch and what is in host memory a group
+    of what is recomputed, the least first, each with chunks of the loss, the fewest first."""
     settings = checked.settings
     rows = getattr(settings, "seq_len", 1)
     given = keep_given and (settings.micro_batch_size or settings.gradient_accumulation)
@@ -128,47 +161,73 @@ def _flags(checked: CheckedSettings, keep_given: bool) -> Iterator[dict[str, Any
     fixed = given or settings.deterministic or settings.optimizer_in_backward
     per_rank = settings.batch_size // checked.geometry.world
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
+
+    def flags(micro: int | None, recomputed: Flags, chunks: int, moved: Flags) -> dict[str, Any]:
+        found = {**recomputed, "loss_chunks": chunks, **moved}
+        if micro is not None:
+            found["micro_batch_size"] = micro
+            found["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
+        return {key: value for key, value in found.items() if value != getattr(settings, key, value)}
+
+    of_recompute = _recomputed(settings, keep_given)
+    in_full = [found for found in of_recompute if "block" in recompute_kinds(replace(settings, **found))]
     for micro in [None] if fixed else sizes:
-        for recomputed in _free(RECOMPUTED, settings.activation_checkpointing, keep_given):
-            for moved in _offload_flags(checked, recomputed, keep_given):
-                for chunks in _free(LOSS_CHUNKS, getattr(settings, "loss_chunks", 0), keep_given):
-                    if micro is not None and chunks > 1 and micro * rows // chunks < FEWEST_ROWS:
-                        continue
-                    flags = {"activation_checkpointing": recomputed, "loss_chunks": chunks, **moved}
-                    if micro is not None:
-                        flags["micro_batch_size"] = micro
-                        flags["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
-                    yield {key: value for key, value in flags.items() if value != getattr(settings, key, value)}
+        tokens = (micro or per_rank) * rows
+        for names, moved in _moved(checked, keep_given):
+            # Layers' inputs are worth their way where they are all that is kept.
+            if recomputed := in_full if "residuals" in names else of_recompute:
+                yield [
+                    [flags(micro, found, chunks, moved) for chunks in _chunks(settings, tokens, keep_given)]
+                    for found in recomputed
+                ]
 
 
-def _offload_flags(checked: CheckedSettings, recomputed: str, keep_given: bool) -> Iterator[dict[str, Any]]:
-    """Each choice of what is in host memory, by the flags that differ from the settings: one more state after the
-    other, layers' inputs where they are all that is kept, and the weights that --lora freezes."""
+def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Each choice of what is in host memory, with the flags by which it differs from that of `checked`: one more state
+    after the other, layers' inputs, and the weights that --lora freezes."""
     settings, options = checked.settings, dict(checked.settings.optim_kwargs or {})
     if checked.device.type == "cpu" or (keep_given and (settings.offload is not None or "offload" in options)):
-        yield {}
+        yield (), {}
         return
+    options.pop("offload", None)
+    elsewhere = {} if settings.optim_kwargs is None else {"optim_kwargs": options or None}
     states = checked.optimizer.host_names
-    layers = [
-        *(["residuals"] if recomputed == "full" else []),
-        *(["weights"] if getattr(settings, "lora", None) else []),
-    ]
-    for moved in chain.from_iterable(combinations(layers, count) for count in range(len(layers) + 1)):
+    layers = [*(["residuals"] if _own_decoder(settings) else []), *(["weights"] if _freezes_layers(checked) else [])]
+    for of_layers in chain.from_iterable(combinations(layers, count) for count in range(len(layers) + 1)):
         for count in range(len(states) + 1):
-            names = (*states[:count], *moved)
-            if set(names) == checked.offload:
-                yield {}
-                continue
-            options.pop("offload", None)
-            yield {"offload": names, **({} if settings.optim_kwargs is None else {"optim_kwargs": options or None})}
+            names = (*states[:count], *of_layers)
+            yield names, {} if set(names) == checked.offload else {"offload": names, **elsewhere}
 
 
-def _free(choices: tuple, own: Any, keep_given: bool) -> tuple:
-    """The choices of a flag whose default is the first of them."""
-    return (own,) if keep_given and own != choices[0] else choices
+def _own_decoder(settings: TrainSettings) -> bool:
+    return isinstance(settings, LanguageSettings) and settings.model_impl == "native"
 
 
-def _changed(checked: CheckedSettings, flags: Mapping[str, Any]) -> CheckedSettings:
+def _freezes_layers(checked: CheckedSettings) -> bool:
+    alone = checked.mesh.world == 1 and _own_decoder(checked.settings)
+    return alone and getattr(checked.settings, "lora", None) is not None
+
+
+def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any]]:
+    """The flags of what is recomputed."""
+    kinds = recompute_kinds(settings)
+    if keep_given and kinds:
+        return [{}]
+    if not isinstance(settings, LanguageSettings):
+        return [{"activation_checkpointing": name} for name in ("none", "full")]
+    by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
+    return [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+
+
+def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]:
+    own = getattr(settings, "loss_chunks", 0)
+    if not isinstance(settings, LanguageSettings) or (keep_given and own):
+        return [own]
+    numbers = [chunks for chunks in LOSS_CHUNKS if chunks < 2 or tokens // chunks >= FEWEST_ROWS]
+    return sorted(numbers, key=lambda chunks: (-chunk_rows(tokens, chunks, large=True), chunks))
+
+
+def _changed(checked: CheckedSettings, flags: Flags) -> CheckedSettings:
     """`checked` with other settings of memory. UserError where these do not go with the rest."""
     settings = replace(checked.settings, **flags)
     options = Options(settings, checked.script, checked.scheme)

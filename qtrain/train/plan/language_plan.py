@@ -8,7 +8,14 @@ from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.full_shard_memory import trained_ends
 from qtrain.models.cost.memory import ONE_GPU, MemoryEstimate, Peak, RankShare, StepShape, all_of, estimate_memory
-from qtrain.models.cost.parameters import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.cost.parameters import (
+    ParameterGroup,
+    count_parameters,
+    flops_per_token,
+    forward_again,
+    layer_linears,
+    linear_key,
+)
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.step_traffic import moved_bytes
 from qtrain.models.cost.trained import TrainedPart
@@ -16,7 +23,7 @@ from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.quant.execute import rowwise_swiglu
+from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Figures, Plan, make_plan
@@ -32,6 +39,7 @@ from qtrain.train.plan.traffic import (
     routed_bytes_per_token,
     weights_on_wire,
 )
+from qtrain.train.settings.recompute import recompute_kinds
 
 
 def plan_language_run(
@@ -68,6 +76,7 @@ def plan_language_run(
         work={n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears},
         frozen=trained is not None and bool(trained.adapters),
         moe=model_config.moe is not None,
+        again=forward_again(model_config, recompute_kinds(settings)),
         memory_on=memory_on,
         moved_bytes=moved_bytes(
             own_config,
@@ -151,15 +160,17 @@ def _tensor_traffic(
     settings, element, width = checked.settings, checked.dtype.itemsize, model_config.hidden_size
     layers, mixtures = model_config.num_hidden_layers, len(model_config.moe_layers)
 
-    def half(kind: str, *, last: bool) -> float:
+    kinds = recompute_kinds(settings)
+
+    def half(kind: str, again: str, *, last: bool) -> float:
+        """again: the kind of recomputation that runs it again, as `block` does."""
         scheme = next(linear.scheme for linear in linears if linear_key(linear.name) == kind)
-        recomputed = settings.activation_checkpointing == "full"
-        sequence = settings.sequence_parallel
+        recomputed, sequence = bool({"block", again} & kinds), settings.sequence_parallel
         return half_layer_bytes(width, element, scheme, sequence=sequence, recomputed=recomputed, last=last)
 
-    of_token, calls = layers * half("qkv", last=False), layers * EXCHANGES_A_HALF
+    of_token, calls = layers * half("qkv", "qkv", last="block" not in kinds), layers * EXCHANGES_A_HALF
     if layers > mixtures:
-        of_token += (layers - mixtures) * half("gate_up", last=True)
+        of_token += (layers - mixtures) * half("gate_up", "ffn", last=True)
         calls += (layers - mixtures) * EXCHANGES_A_HALF
     if mixtures:
         of_token += mixtures * _routed_bytes(checked, model_config, linears)
@@ -177,7 +188,7 @@ def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: 
         model_config.moe.per_token,
         checked.dtype.itemsize,
         next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
-        recomputed=checked.settings.activation_checkpointing == "full",
+        recomputed=bool({"block", "ffn"} & recompute_kinds(checked.settings)),
     )
 
 
@@ -225,7 +236,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         micro_batch_size=checked.geometry.micro_batch_size,
         seq_len=settings.seq_len,
         element=checked.dtype.itemsize,
-        checkpointing=settings.activation_checkpointing,
+        recompute=recompute_kinds(settings),
         compiled=settings.compile,
         loss_chunks=settings.loss_chunks,
         accumulates=checked.geometry.gradient_accumulation > 1,
@@ -253,13 +264,15 @@ def _low_bit_bytes(
     main = "experts." if model_config.moe_layers else ""
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
+    rowwise = bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
     return LowBitBytes(
         layer={
             name: _linear_bytes(schemes[name], element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
             for name in layer_linears(model_config)
         },
         head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
-        down_input_recomputed=bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy")),
+        down_input_recomputed=rowwise,
+        swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
     )
 
 
@@ -316,12 +329,14 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_f
         return LinearBytes(element)
     kept = kept_input_bytes(scheme, element)
     wire = wire_format(scheme)
-    of_w = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
+    read = [element if other is None else float(w.fmt == "nf4") for other, w in operands if w is not None]
     return LinearBytes(
         weight=weight_bytes(scheme, element),
         codes=code_bytes(scheme),
         kept_input=None if adapted or kept == element else kept,
         codes_only=reads_codes_only(scheme) and not in_full,
         wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
-        dequantized=any(other is None and w is not None for other, w in of_w),
+        temporary=max(read, default=0.0),
     )

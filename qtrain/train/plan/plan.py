@@ -172,6 +172,8 @@ class Figures:
     """Of each linear, by name, in proportion to its FLOPs."""
     frozen: bool = False
     """Whether the linears have no grad_weight, as under adapters."""
+    again: Mapping[str, float] = field(default_factory=dict)
+    """By kind of work, the share of the forward pass that backward recomputes."""
     moe: bool = False
     memory_on: Callable[[Mesh, bool], Peak]
     """Bytes per GPU on a mesh, with layers fully sharded or not."""
@@ -223,10 +225,11 @@ def make_plan(
     low_bit = any(linear.scheme for linear in linears)
     sol = settings.sol or measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)[0]
     if settings.world_size is not None:
-        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe)
+        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe, figures.again)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
-    compute = compute_seconds(seconds, samples, sol, settings.activation_checkpointing)
+    compute = compute_seconds(seconds, samples, sol, figures.again)
+    forward = compute_seconds(seconds, samples, sol, {}) / 3
     return Plan(
         **shared,
         active=figures.active,
@@ -240,9 +243,9 @@ def make_plan(
         + offload_seconds(
             peak.host,
             hardware.host_bandwidth or math.inf,
-            compute,
+            forward / geometry.gradient_accumulation,
+            (compute - forward) / geometry.gradient_accumulation,
             geometry.gradient_accumulation,
-            settings.activation_checkpointing,
         ),
         world=world,
     )

@@ -126,27 +126,25 @@ def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, moe: bool 
     return float(fraction), f"measured on one H200, {measured.models} in {scheme}"
 
 
-def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, checkpointing: str) -> float:
-    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images.
-    Full activation checkpointing computes the layers' forward pass, a third of their work, again."""
-    # Forward is one of three equal parts (forward, grad_input, grad_weight); the head is not recomputed.
-    again = sum(s for kind, s in seconds.items() if kind != "head") / 3 if checkpointing == "full" else 0.0
-    return samples * (sum(seconds.values()) + again) / sol
+def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, again: Mapping[str, float]) -> float:
+    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images;
+    again: by kind, the share of the forward pass that backward recomputes."""
+    # Forward is one of three equal parts (forward, grad_input, grad_weight).
+    return samples * sum(s * (1 + again.get(kind, 0.0) / 3) for kind, s in seconds.items()) / sol
 
 
 def offload_seconds(
-    host: Mapping[str, int], bandwidth: float, compute: float, micro_batches: int, checkpointing: str
+    host: Mapping[str, int], bandwidth: float, forward: float, backward: float, micro_batches: int
 ) -> float:
     """Of a step, what one GPU waits for copies to and from host memory. host: bytes there by the names of --offload;
-    bandwidth: bytes per second each way; compute: seconds of the step's micro-batches.
+    bandwidth: bytes per second each way; forward, backward: seconds of a micro-batch's passes.
 
     States cross the link both ways at once while nothing else runs. Residuals go out during a micro-batch's forward
     pass and come back during its backward pass, weights come in both; a pass waits for what takes longer than it."""
-    parts = 4 if checkpointing == "full" else 3  # as in `compute_seconds`
-    forward, residuals, weights = compute / micro_batches / parts, host.get("residuals", 0), host.get("weights", 0)
+    residuals, weights = host.get("residuals", 0), host.get("weights", 0)
     states = sum(host.values()) - residuals - weights
     waits = max(max(residuals, weights) / bandwidth - forward, 0.0)
-    waits += max((residuals + weights) / bandwidth - (parts - 1) * forward, 0.0)
+    waits += max((residuals + weights) / bandwidth - backward, 0.0)
     return states / bandwidth + micro_batches * waits
 
 

@@ -31,11 +31,13 @@ def plan_vision_run(
     parameters = sum(p.numel() for p in model.parameters())
     if cost is None:
         return make_plan(checked, linears, hardware, data, None, parameters=parameters, unit=IMAGES)
+    again = checked.settings.activation_checkpointing == "full"
     figures = Figures(
         flops=cost.flops,
         work={linear.name: linear.weights * cost.linear_rows.get(linear.name, 0) for linear in linears},
         memory_on=lambda mesh, reshards: _memory(replace(checked, mesh=mesh), model, cost, linears),
         traffic=lambda: _traffic(checked, model, linears),
+        again={kind: float(kind != "head" and again) for kind in cost.flops},
     )
     return make_plan(checked, linears, hardware, data, figures, parameters=parameters, unit=IMAGES)
 

@@ -6,7 +6,7 @@ kind, computing the same without any exchange.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
@@ -85,6 +85,8 @@ class Work:
     """Whether a scheme has swapped linears."""
     moe: bool = False
     """Whether it is a mixture of experts (MoE)."""
+    again: Mapping[str, float] = field(default_factory=dict)
+    """By kind of work, the share of the forward pass that backward recomputes."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def plan_world(
         resharding=resharding,
         samples=work.samples,
         unit=work.unit,
-        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing) / mesh.tp,
+        compute=compute_seconds(work.seconds, work.samples, sol, work.again) / mesh.tp,
         sol=sol,
         sol_source=source,
     )

@@ -254,10 +254,17 @@ RUN_EXCLUSIONS = (
           "has no effect on a CPU, whose memory is the host's")
       for option, given in (("--offload", lambda o: o.settings.offload),
                             ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
+    # ---- recomputation ----
+    Exclusion("--recompute", "--activation_checkpointing",
+        lambda o: o.has("recompute") and o.has("activation_checkpointing"),
+        "--activation_checkpointing {activation_checkpointing} names another set of kinds", "; leave one out"),
+    Exclusion("--recompute", "--model_impl hf", lambda o: o.has("recompute") and _transformers(o),
+        "layers of transformers' own models recompute the sets of --activation_checkpointing only",
+        "; use that, or --model_impl native"),
     # ---- adapters ----
-    Exclusion("--activation_checkpointing", "--lora dropout",
-        lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",
-        "recomputed layers would drop other values", "; set dropout to 0"),
+    *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
+          "recomputed layers would drop other values", "; set dropout to 0")
+      for name in ("activation_checkpointing", "recompute")),
     Exclusion("--lora.dropout", "--lora dora", lambda o: o.lora and o.lora.dora and o.lora.dropout,
         "{lora.dropout} does not go with DoRA, which scales the whole sum", "; set 0"),
     Exclusion("--lora.targets", "--model_impl hf", lambda o: o.lora and o.lora.expert_targets and _transformers(o),
@@ -267,6 +274,9 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize", "--lora dora", lambda o: o.lora and o.lora.dora and o.settings.quantize != "bf16",
         "'{quantize}' does not go with DoRA, which needs the norms of the multiplied weights",
         '; leave it out, or give --lora a "base"'),
+    Exclusion("--quantize_kwargs", "--lora base",
+        lambda o: o.lora and o.lora.base != "none" and o.settings.quantize_kwargs,
+        "the products of a base in low bits have no options", LEAVE),
     Exclusion("--lora.merge", "--no_pretrained",
         lambda o: o.lora and o.lora.merge == "original" and not o.settings.pretrained,
         "'original' adds adapters to the weights of --model", "; leave out --no_pretrained"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range
-from qtrain.core.config import JsonDict, JsonNames
+from qtrain.core.config import GivenNames, JsonDict, JsonNames
 from qtrain.core.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -28,8 +28,8 @@ class TrainSettings:
     """Settings of any training run."""
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
-        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
-        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing ema_decay",
+        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask z_loss "
+        "router_balance_loss router_z_loss router_bias_rate ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
@@ -38,7 +38,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype compile cuda_graphs fit memory_limit offload seed",
+        "memory": "fit memory_limit activation_checkpointing recompute loss_chunks offload",
+        "hardware and process": "device dtype compile cuda_graphs seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
@@ -95,7 +96,7 @@ class TrainSettings:
     """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
     memory_limit: Annotated[float, Range(1, 10**4)] | None = None
     """GiB of a GPU's memory that the run may take, as if it had no more; None: all."""
-    offload: JsonNames = None
+    offload: GivenNames = None
     """What to keep in pinned host memory, a JSON list: m, v (the optimizer's moments; a momentum is m) and master (its
     fp32 weights) pass through the GPU during the optimizer's step; residuals (layers' inputs, kept for backward) and
     weights (the frozen ones of --lora) come a layer ahead. None: what --optim_kwargs says."""
@@ -186,13 +187,16 @@ class LanguageSettings(TrainSettings):
 
     model_impl: Literal["native", "hf"] = "native"
     """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
+    recompute: JsonNames = ()
+    """Save memory by recomputing these in the backward pass, a JSON list of norm, swiglu, qkv, attention, ffn and
+    block, such as ["norm","qkv"]; []: those that --activation_checkpointing names."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
     """Sequences of --eval_ds per evaluation, the same ones each time."""
     fit: Literal["off", "auto"] = "off"
     """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
-    --loss_chunks, --activation_checkpointing and --offload, as far as they are not given."""
+    --loss_chunks, --recompute and --offload, as far as they are not given."""
     doc_mask: bool = False
     """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
     the tokenizer's end token."""

@@ -12,9 +12,8 @@ from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharding.data_parallel import DataParallel
-from qtrain.parallel.sharding.step_sums import Gradients
-from qtrain.parallel.sharding.whole_model import gather_whole_model
+from qtrain.parallel.sharding.checkpoint_layout import gather_whole_model
+from qtrain.parallel.sharding.data_parallel import DataParallel, Gradients
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run

@@ -222,7 +222,7 @@ def test_int8_sums_of_a_library_are_scaled_in_slices_of_rows(tensorwise, monkeyp
     rows, multiply = [], module.scaled_mm_ref
     monkeypatch.setattr(module, "SUMS_BYTES", 4 * 48 * 33)
     monkeypatch.setattr(module, "scaled_mm_ref", lambda a, *rest: rows.append(len(a)) or multiply(a, *rest))
-    assert torch.equal(module._run("cublas", a, b, *scales, torch.bfloat16, bias, True), expected)
+    assert torch.equal(module._scaled_mm_cublas(a, b, *scales, torch.bfloat16, bias, True), expected)
     assert rows == [33, 33, 4]
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qtrain.models import (
+    RECOMPUTE_SETS,
     Decoder,
     Lora,
     add_lora,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
     read_model_source,
@@ -20,6 +21,7 @@ from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.attention import SequenceInfo
+from qtrain.models.native.recompute import ATTENTION_KINDS
 from qtrain.models.native.rope import rope_tables
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
@@ -29,14 +31,18 @@ from tests.models.families import drawn, source_of
 from tests.peak_bytes import PeakBytes
 
 
-def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
-    """Bytes a token that the first layer keeps for backward, its input and parameters aside."""
+def layer_input(model: Decoder, batch: int, seq_len: int) -> tuple[torch.Tensor, SequenceInfo]:
     config = model.config
     x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.head_dim, seq_len, x.device))
-    info = SequenceInfo(batch, seq_len, cos, sin)
+    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.rope_dim, seq_len, x.device))
+    return x, SequenceInfo(batch, seq_len, cos, sin)
+
+
+def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
+    """Bytes a token that the first layer keeps for backward, its input and parameters aside."""
+    x, info = layer_input(model, batch, seq_len)
     parameters = [p.inner.values() if isinstance(p, StoredWeight) else [p] for p in model.parameters()]
-    known = (*itertools.chain(*parameters), *model.buffers(), x, cos, sin)
+    known = (*itertools.chain(*parameters), *model.buffers(), x, info.cos, info.sin)
     own = {t.untyped_storage().data_ptr() for t in known}
     kept: dict[int, torch.Tensor] = {}
 
@@ -64,12 +70,86 @@ def test_compiled_layers_keep_what_the_table_says(name, mode):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
     model = drawn(source_of(name, **shape), dtype=torch.bfloat16)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     compile_layers(model)
-    expected = saved_per_token(model.config, mode, True, 2)
+    expected = saved_per_token(model.config, RECOMPUTE_SETS[mode], True, 2)
     if mode == "none":  # recomputed on a CPU, where no kernel makes it
         expected.pop("down norm input")
     assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
+KINDS = (
+    [], ["norm"], ["swiglu"], ["qkv"], ["attention"], ["ffn"], ["norm", "swiglu"], ["norm", "qkv"],
+    ["norm", "attention"], ["qkv", "attention"], ["swiglu", "qkv"], ["norm", "swiglu", "qkv", "attention", "ffn"],
+    ["block"],
+)  # fmt: skip
+IN_SHORT = (
+    *(("qwen2", "int8", [kind]) for kind in ("norm", "qkv", "attention", "block")),
+    *(("qwen2", "fp8_blockwise", kinds) for kinds in (["ffn"], ["norm", "attention"])),
+    ("qwen3", "bf16", ["swiglu", "qkv"]),
+)
+CODES = LowBitBytes(dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0)), swiglu_codes=True)
+BYTES_OF_SCHEMES = {
+    "bf16": None,
+    "int8": dataclasses.replace(CODES, down_input_recomputed=True),
+    "fp8_blockwise": CODES,
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """An MLP's kernels in place of PyTorch's operations, by their references."""
+    monkeypatch.setattr("qtrain.models.native.mlp.runs_kernels", lambda x: True)
+
+
+def recomputing(name: str, scheme: str, kinds: list[str]) -> Decoder:
+    """A model of one wide layer that recomputes `kinds`."""
+    wide = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = drawn(source_of(name, **wide), dtype=torch.bfloat16)
+    if scheme != "bf16":
+        quantize_linears(model, SCHEMES.get(scheme, "--quantize")(), seed=0, head=model.lm_head)
+    apply_recompute(model, kinds)
+    return model
+
+
+@pytest.mark.usefixtures("compiler", "as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("name", "scheme", "kinds"),
+    sampled(
+        list(itertools.product(("qwen2", "qwen3"), BYTES_OF_SCHEMES, KINDS)),
+        lambda *case: case not in IN_SHORT,
+    ),
+    ids=str,
+)
+def test_compiled_layers_keep_what_the_table_says_of_each_kind(name, scheme, kinds):
+    torch._dynamo.reset()
+    model = recomputing(name, scheme, kinds)
+    # The default backend's partition of forward and backward, without its code: a tenth of the time.
+    model.layers[0].compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    expected = saved_per_token(model.config, frozenset(kinds), True, 2, BYTES_OF_SCHEMES[scheme])
+    if name == "qwen3" and not (ATTENTION_KINDS | {"block"}) & set(
+        kinds
+    ):  # unlike the GPU's kernel, norms of heads keep 1/rms
+        expected["of heads"] = 4 * (model.config.num_attention_heads + model.config.num_key_value_heads)
+    assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+@pytest.mark.parametrize("scheme", BYTES_OF_SCHEMES)
+def test_eager_layers_keep_what_the_table_says_of_each_kind(scheme, kinds):
+    """But that on a CPU norms outside of regions keep fp32 copies of input and result where a GPU's kernel keeps its
+    bf16 input. What a region's policy keeps is no saved tensor: all memory is counted."""
+    model = recomputing("qwen2", scheme, kinds)
+    x, info = layer_input(model, 2, 64)
+    with PeakBytes((x, *model.parameters(), *model.buffers(), *info[2:4])) as counted:
+        out = model.layers[0](x, info)
+        found = (counted.live - out.nbytes) / 128
+    expected = saved_per_token(model.config, frozenset(kinds), False, 2, BYTES_OF_SCHEMES[scheme])
+    if not {"norm", "block"} & set(kinds):
+        expected["of norms"] = 2 * 8 * model.config.hidden_size
+        expected["after attention"] -= 2 * model.config.hidden_size
+    assert found == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -94,10 +174,10 @@ def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, 
     if lora.base != "none":
         quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
     add_lora(model, lora, seed=0)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     compile_layers(model)
     part = only_adapters(model.config, lora)
-    expected = part.kept(saved_per_token(model.config, mode, True, 2), 2)
+    expected = part.kept(saved_per_token(model.config, RECOMPUTE_SETS[mode], True, 2), 2, kinds=RECOMPUTE_SETS[mode])
     copies = part.added_bytes(2) - part.bytes if mode == "none" else 0
     found = kept_bytes(model, 2, 64) * 128
     assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
@@ -109,7 +189,7 @@ def test_eager_layers_keep_what_the_table_says(name):
     its bf16 input, and the gate is PyTorch's, which keeps silu(gate)."""
     model = drawn(source_of(name), dtype=torch.bfloat16)
     config = model.config
-    expected = saved_per_token(config, "none", False, 2)
+    expected = saved_per_token(config, frozenset(), False, 2)
     normed = 2 * config.hidden_size
     known = 2 * config.intermediate_size + 8 * normed
     known -= 2 * config.hidden_size  # "after attention" is kept as the second norm's fp32 copy
@@ -142,7 +222,7 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
         kept_input = dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))
         low_bit = LowBitBytes(kept_input, down_input_recomputed=True)
     rows, tokens = rows_per_token(model.config, 512), 512
-    saved = saved_per_token(model.config, "none", False, 2, low_bit, rows)
+    saved = saved_per_token(model.config, frozenset(), False, 2, low_bit, rows)
     if lora is not None:
         add_lora(model, lora, seed=0)
         saved = only_adapters(model.config, lora).kept(saved, 2, rows)
@@ -181,7 +261,7 @@ def test_memory_grows_and_shrinks_with_what_decides_it():
 
     base = peak()
     assert peak(micro_batch_size=16) > 1.5 * base
-    assert peak(checkpointing="full") < peak(checkpointing="selective") < base
+    assert peak(recompute=RECOMPUTE_SETS["full"]) < peak(recompute=RECOMPUTE_SETS["selective"]) < base
     assert peak(optimizer_bytes=8.0) - base == 4 * count_parameters(config).total
     assert peak(accumulates=True) - base == 2 * count_parameters(config).total
     assert peak(loss_chunks=8) < base < peak(loss_chunks=1, micro_batch_size=9)

@@ -12,7 +12,13 @@ from qtrain.models import (
     list_models,
     read_model_source,
 )
-from qtrain.models.cost.parameters import count_parameters, flops_per_token, layer_linears, parameter_shapes
+from qtrain.models.cost.parameters import (
+    count_parameters,
+    flops_per_token,
+    forward_again,
+    layer_linears,
+    parameter_shapes,
+)
 from tests.models.families import FAMILIES, MIXTURES
 
 CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}
@@ -89,3 +95,15 @@ def test_flops_follow_the_designs_formula():
     assert flops.blocks == 6 * layers * c * (3 * inner + c + qkv)
     assert flops.head == 6 * 152064 * c
     assert flops.attention == 6 * layers * c * seq_len
+
+
+def test_what_is_computed_again_of_a_forward_pass():
+    """Shares of the layers' products, and of attention."""
+    config = CONFIGS["llama2-1b"]
+    c, inner = config.hidden_size, config.intermediate_size
+    layer = c * (config.qkv_size + config.q_size + 3 * inner)
+    assert forward_again(config, frozenset({"norm", "swiglu"})) == {"blocks": 0, "attention": 0}
+    found = forward_again(config, frozenset({"qkv", "attention"}))
+    assert found == {"blocks": pytest.approx(c * config.qkv_size / layer), "attention": 1}
+    assert forward_again(config, frozenset({"ffn"}))["blocks"] == pytest.approx(2 * c * inner / layer)
+    assert set(forward_again(config, frozenset({"block"})).values()) == {1.0}

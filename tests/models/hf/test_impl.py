@@ -7,9 +7,10 @@ from safetensors.torch import load_file, save_file
 
 from qtrain.core.errors import UserError
 from qtrain.models import (
+    RECOMPUTE_SETS,
     ModelSource,
     answer,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     export_hf,
     generate,
@@ -112,7 +113,7 @@ def test_layers_and_recomputation():
     ids, labels = batch()
     expected = None
     for mode in ("none", "full", "selective", "none"):
-        apply_activation_checkpointing(model, mode)
+        apply_recompute(model, RECOMPUTE_SETS[mode])
         model.zero_grad()
         model(ids, labels).loss.backward()
         grads = [p.grad.clone() for p in model.parameters()]

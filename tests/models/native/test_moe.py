@@ -7,9 +7,10 @@ from safetensors.torch import load_file, save_file
 from qtrain.core import checksums
 from qtrain.core.errors import UserError
 from qtrain.models import (
+    RECOMPUTE_SETS,
     Lora,
     add_lora,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
     export_hf,
@@ -151,7 +152,7 @@ def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, adapted):
         for m in model.modules():
             if isinstance(m, LoraExperts):
                 torch.nn.init.normal_(m.lora_b.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    apply_activation_checkpointing(compiled, mode)
+    apply_recompute(compiled, RECOMPUTE_SETS[mode])
     compile_layers(compiled)
     ids, labels = batch()
     for model in (plain, compiled):

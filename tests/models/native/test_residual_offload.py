@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from qtrain.models import Decoder, Lora, ResidualOffload, add_lora, apply_activation_checkpointing, compile_layers
+from qtrain.models import RECOMPUTE_SETS, Decoder, Lora, ResidualOffload, add_lora, apply_recompute, compile_layers
 from qtrain.models.cost.memory import StepShape, estimate_memory
 from qtrain.models.native import residual_offload
 from tests.cases import sampled
@@ -30,7 +30,7 @@ def pair(name: str, mode: str, **options) -> list[Decoder]:
     """The same model without and with its residuals in host memory."""
     models = [drawn(source_of(name, **DEEP), **options) for _ in range(2)]
     for model in models:
-        apply_activation_checkpointing(model, mode)
+        apply_recompute(model, RECOMPUTE_SETS[mode])
     models[1].residual_offload = ResidualOffload(len(models[1].layers))
     return models
 
@@ -107,7 +107,7 @@ def test_activations_are_fewer_by_what_the_plan_says(mode):
         with PeakBytes([*model.parameters(), *(p.grad for p in model.parameters()), *on_host]) as counted:
             sums = model(ids, labels)
         held.append(sum(storage.nbytes() for ref, _ in counted._live.values() if (storage := ref()) is not None))
-        step = StepShape(2, 64, 4, checkpointing=mode, compiled=False)
+        step = StepShape(2, 64, 4, recompute=RECOMPUTE_SETS[mode], compiled=False)
         step = dataclasses.replace(step, residuals_on_host=model.residual_offload is not None)
         planned.append(estimate_memory(model.config, step))
         sums.loss.backward()
@@ -127,7 +127,7 @@ def test_a_gpus_peak_falls_by_what_the_plan_says(compiled):
     for moved in (False, True):
         torch._dynamo.reset()
         model = drawn(source_of("qwen3", **shape), device=torch.device("cuda"), dtype=torch.bfloat16)
-        apply_activation_checkpointing(model, "full")
+        apply_recompute(model, RECOMPUTE_SETS["full"])
         if compiled:
             compile_layers(model)
         if moved:
@@ -139,7 +139,8 @@ def test_a_gpus_peak_falls_by_what_the_plan_says(compiled):
             model(ids, labels).loss.backward()
             torch.cuda.synchronize()
         taken.append(torch.cuda.max_memory_allocated() - before)
-        step = StepShape(1, 8192, checkpointing="full", compiled=compiled, accumulates=True, residuals_on_host=moved)
+        full = RECOMPUTE_SETS["full"]
+        step = StepShape(1, 8192, recompute=full, compiled=compiled, accumulates=True, residuals_on_host=moved)
         planned.append(estimate_memory(model.config, step))
     assert all(buffer.is_pinned() for buffer in model.residual_offload._host.values())
     assert model.residual_offload.host_bytes == planned[1].host["residuals"] == 11 * 8192 * 1024 * 2

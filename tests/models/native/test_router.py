@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qtrain.kernels.grouped.token_permutation import tokens_per_expert
+from qtrain.models import RECOMPUTE_SETS
 from qtrain.models.config.moe import MoEConfig
 from qtrain.models.native.expert_load import ExpertLoad
 from qtrain.models.native.router import Router, balance_loss, best, z_loss
@@ -118,7 +119,7 @@ def test_the_routers_losses_reach_the_gradient_and_not_the_log(recompute, monkey
     ids, labels = batch()
     trained = int((labels != -100).sum())
     model = drawn(source_of("qwen3_moe"))
-    model.set_recompute(recompute)
+    model.set_recompute(RECOMPUTE_SETS[recompute])
     with monkeypatch.context() as patch:
         for of_router in ("balance_loss", "z_loss"):  # with weights of 0 they are not computed
             patch.setattr(f"qtrain.models.native.router.{of_router}", None)

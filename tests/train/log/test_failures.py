@@ -1,23 +1,16 @@
 """The stops of a run: which tensor is named first, and which flags are advised in which order."""
 
-import dataclasses
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from qtrain.core.errors import Restart, TrainingStopped, UserError
-from qtrain.core.hardware import Hardware
+from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.log.failures import (
     first_nonfinite_tensor,
     is_out_of_memory,
     memory_advice,
     nonfinite,
-    out_of_memory,
 )
-from qtrain.train.plan.plan import Plan
-from qtrain.train.settings.settings import LanguageSettings, batch_geometry
 
 
 def small_model() -> nn.Module:
@@ -64,6 +57,21 @@ def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_pat
     assert "No checkpoint yet" in str(nonfinite(7, "loss", float("inf"), None, None))
 
 
+def test_advice_adds_kinds_to_those_that_are_recomputed():
+    def flags(*kinds: str) -> list[str]:
+        settings = {"activation_checkpointing": "none", "recompute": kinds}
+        return [line.split(" (")[0] for line in memory_advice(settings)]
+
+    block = """--recompute '["block"]'"""
+    assert flags("norm") == [
+        """--recompute '["norm","swiglu"]'""",
+        """--recompute '["norm","ffn"]'""",
+        block,
+    ]
+    assert flags("norm", "swiglu", "ffn") == [block] and flags("block") == []
+    assert flags() == ["--activation_checkpointing selective", "--activation_checkpointing full"]
+
+
 def test_advice_comes_in_order_and_keeps_the_batch():
     settings = {
         "micro_batch_size": 12,
@@ -102,40 +110,6 @@ def test_settings_at_their_limit_are_not_advised():
     }
     assert memory_advice(at_limit, ["adamw8bit"]) == []
     assert memory_advice({**at_limit, "optim": "adamw", "optim_kwargs": {"offload": True}}, ["adamw8bit"]) == []
-    settings = dataclasses.replace(
-        LanguageSettings(seq_len=128, activation_checkpointing="full", loss_chunks=64, optim="adamw_8bit"), batch_size=1
-    )
-    assert "smaller --model" in str(out_of_memory(1, plan_with(settings), settings, 2**30, None, ["adamw8bit"]))
-
-
-def plan_with(settings: LanguageSettings, **changes) -> Plan:
-    """A plan of 3.5 GiB on a GPU with 8."""
-    gpu = Hardware("GPU", {"bf16": 1.0}, 8 * 2**30, measured=True)
-    memory = {"weights": 3 * 2**30, "logits": 2**29}
-    geometry = batch_geometry(settings)
-    return Plan("tiny", "bf16", geometry, 1, 1, gpu, (), memory=memory, **changes)
-
-
-def test_the_memory_message_has_estimate_peak_and_numbered_flags():
-    settings = LanguageSettings(batch_size=4, loss_chunks=2)
-    text = str(out_of_memory(3, plan_with(settings), settings, 5 * 2**30))
-    assert "3.5 GiB (weights 3.0, logits 0.5)" in text and "5.0 of 8.0 GiB" in text
-    assert text.index("1. --micro_batch_size 2") < text.index("4. --loss_chunks 8")
-
-
-def test_the_memory_message_names_the_fastest_setting_that_takes_less():
-    settings = LanguageSettings(batch_size=4)
-    asked = []
-    plan = plan_with(settings, within=lambda limit: asked.append(limit) or "--micro_batch_size 1")
-    assert "takes 3.3 GiB by the plan: --micro_batch_size 1\n" in str(out_of_memory(3, plan, settings, 5 * 2**30))
-    assert asked == [0.94 * 3.5 * 2**30]
-    automatic = dataclasses.replace(settings, fit="auto")
-    stop = out_of_memory(3, plan, automatic, 5 * 2**30)
-    assert isinstance(stop, Restart) and stop.flags == ("--memory_limit", "3.29")
-    stop = out_of_memory(3, plan, automatic, 5 * 2**30, Path("runs/x/checkpoints/00000002"))
-    assert stop.flags == ("--memory_limit", "3.29", "--resume", "runs/x/checkpoints/00000002")
-    nothing = dataclasses.replace(plan, within=lambda limit: None)
-    assert not isinstance(out_of_memory(3, nothing, automatic, 5 * 2**30), Restart)
 
 
 def test_out_of_memory_errors_are_recognized_and_others_are_not():

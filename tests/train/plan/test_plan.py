@@ -301,12 +301,12 @@ def test_each_name_of_offload_moves_its_bytes():
 def test_a_step_waits_for_residuals_that_take_longer_than_the_layers():
     host = {"m": 3, "residuals": 40}
     # 12 seconds of 2 micro-batches are 2 forward and 4 backward each, with recomputation 1.5 and 4.5; 4 on the link
-    assert offload_seconds(host, 10.0, 12.0, 2, "none") == pytest.approx(0.3 + 2 * 2)
-    assert offload_seconds(host, 10.0, 12.0, 2, "full") == pytest.approx(0.3 + 2 * 2.5)
-    assert offload_seconds(host, 100.0, 12.0, 2, "full") == pytest.approx(0.03)
+    assert offload_seconds(host, 10.0, 2, 4, 2) == pytest.approx(0.3 + 2 * 2)
+    assert offload_seconds(host, 10.0, 1.5, 4.5, 2) == pytest.approx(0.3 + 2 * 2.5)
+    assert offload_seconds(host, 100.0, 1.5, 4.5, 2) == pytest.approx(0.03)
     # Weights come in both passes: beside what leaves in the one, before what comes in the other
-    assert offload_seconds({"weights": 30, "residuals": 40}, 10.0, 12.0, 2, "none") == pytest.approx(2 * (2 + 3))
-    assert offload_seconds({"weights": 50}, 10.0, 12.0, 2, "none") == pytest.approx(2 * (3 + 1))
+    assert offload_seconds({"weights": 30, "residuals": 40}, 10.0, 2, 4, 2) == pytest.approx(2 * (2 + 3))
+    assert offload_seconds({"weights": 50}, 10.0, 2, 4, 2) == pytest.approx(2 * (3 + 1))
 
 
 def test_a_frozen_linear_has_two_gemms_of_three_and_its_adapters_all_three():

@@ -10,7 +10,7 @@ import pytest
 import llm_finetune
 import llm_pretrain
 import timm_finetune
-from qtrain.bench.results import RESULTS
+from benchmarks.results import RESULTS
 from qtrain.models import (
     ModelConfig,
     read_model_source,

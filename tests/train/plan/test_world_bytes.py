@@ -8,12 +8,13 @@ from benchmarks.mesh_equality import MIXTURE, train
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import (
+    RECOMPUTE_SETS,
     Decoder,
     Lora,
     ModelConfig,
     ModelSource,
     add_lora,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
 )
 from qtrain.models.cost.parameters import layer_linears
@@ -158,7 +159,7 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
     source = ModelSource("small", shape, "--model")
     parts = ModelParallel(source.model_config(), mesh.tp_group, sequence=sequence)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
-    apply_activation_checkpointing(model, checkpointing)
+    apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
     parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
     tokens = torch.arange(2 * 25).view(2, 25)

@@ -73,15 +73,35 @@ CASES = {
     ),
     ("--offload", "a CPU"): (PRETRAIN, {"offload": ("m",)}, {"offload": ()}),
     ("--optim_kwargs.offload", "a CPU"): (PRETRAIN, {"optim_kwargs": {"offload": True}}, {"optim_kwargs": None}),
+    ("--recompute", "--activation_checkpointing"): (
+        PRETRAIN,
+        {"recompute": ("norm",), "activation_checkpointing": "full"},
+        {"activation_checkpointing": "none"},
+    ),
+    ("--recompute", "--model_impl hf"): (
+        PRETRAIN,
+        {"recompute": ("norm",), "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
+        {"lora": LORA},
+    ),
+    ("--recompute", "--lora dropout"): (
+        FINETUNE,
+        {"lora": {"dropout": 0.1}, "recompute": ("norm",)},
         {"lora": LORA},
     ),
     ("--lora.dropout", "--lora dora"): (FINETUNE, {"lora": {"dropout": 0.1, "dora": True}}, {"lora": {"dora": True}}),
     ("--lora.targets", "--model_impl hf"): (FINETUNE, {"lora": EXPERTS, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--lora.targets", "--lora dora"): (FINETUNE, {"lora": {**EXPERTS, "dora": True}}, {"lora": EXPERTS}),
     ("--quantize", "--lora dora"): (FINETUNE, {"lora": {"dora": True}, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--quantize_kwargs", "--lora base"): (
+        FINETUNE,
+        {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},
+        {"lora": LORA},
+    ),
     ("--lora.merge", "--no_pretrained"): (
         FINETUNE,
         {"lora": {"base": "nf4", "merge": "original"}, "pretrained": False},

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from qtrain.data.batch import Batch
-from qtrain.models import (
-    ModelSource,
-    ResidualOffload,
-    apply_activation_checkpointing,
-    build_model,
-    compile_layers,
-)
+from qtrain.models import RECOMPUTE_SETS, ModelSource, ResidualOffload, apply_recompute, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -59,7 +53,7 @@ def train(
     quantize_head: the output head too; its loss is computed in three chunks. offload: names of --offload."""
     device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers}
     model = build_model(ModelSource("tiny", config, "--model"), seed=1, device=device, dtype=torch.bfloat16)
-    apply_activation_checkpointing(model, recompute)
+    apply_recompute(model, RECOMPUTE_SETS[recompute])
     if "residuals" in offload:
         model.residual_offload = ResidualOffload(layers)
     made = SCHEMES.make(scheme, options, "--quantize")

@@ -11,7 +11,7 @@ import torch
 import llm_pretrain
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
-from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, compile_layers
+from qtrain.models import RECOMPUTE_SETS, ModelSource, apply_recompute, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -149,7 +149,7 @@ def test_a_head_whose_gradient_comes_in_chunks_is_updated_once(scheme):
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_layers_are_recomputed_before_their_weights_change(scheme, mode):
     ways = [Trainee("adamw", scheme, in_backward=way) for way in (False, True)]
-    apply_activation_checkpointing(ways[1].model, mode)
+    apply_recompute(ways[1].model, RECOMPUTE_SETS[mode])
     assert_same(*ways)
 
 

@@ -1,9 +1,9 @@
 """The tables of the docs, from the figures in docs/results/: one JSON file per topic, from the newest run.
 
-python -m qtrain.bench.results                                   # rewrite the tables in docs/ and README.md
+python -m benchmarks.results                                   # rewrite the tables in docs/ and README.md
 python benchmark_mm.py --tables quantizers --json docs/results/quantizers.json
 
-A file is what `benchmark_mm.py` and the benchmarks of this package write with --json. A document names it between
+A file is what `benchmark_mm.py` and the benchmarks of `qtrain.bench` write with --json. A document names it between
 two comments, `<!-- results: quantizers -->` and `<!-- end -->`; the text between them is generated.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from qtrain.bench.tables import Cell, Table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 _SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,14 +1,18 @@
-"""The parameters of one tensor rank, and the gradients of those that all ranks of a tensor group have."""
+"""The parameters of a rank that holds a part of the model: of its tensor rank, and of its experts."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
+from qtrain.models import Decoder
+from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharding.shards import Sharded
+from qtrain.parallel.sharding.shards import Sharded, shard_parameters
 from qtrain.tensors.partition import Placement
+from qtrain.tensors.stored_weight import StoredWeight
 
 
 class TensorParts:
@@ -20,7 +24,7 @@ class TensorParts:
         parameters = [s for group in groups for s in group]
         parts, self._group = model.parts, mesh.tp_group
         splits = {s.name: parts.partition(s.name) for s in parameters}
-        offset = mesh.tp_rank * RANK_RNG_OFFSET
+        offset = mesh.tp_rank * RANK_RNG_OFFSET  # Philox numbers: ranks hold different elements
         self.placements = {
             s.master: Placement(split.full_shape(s.parameter.shape), rng_offset=offset)
             for s in parameters
@@ -37,8 +41,38 @@ class TensorParts:
         """Sum those gradients of a group of which every rank has a term."""
         terms = [p.grad for p in self._terms[index] if p.grad is not None]
         if terms:
+            # Small ones, of norms and routers: one message for all of a group.
             total = self._group.all_reduce_no_grad(torch.cat([g.flatten() for g in terms]), "gradients of norms")
             torch._foreach_copy_([g.view(-1) for g in terms], list(total.split([g.numel() for g in terms])))
         for p in self._zeros[index]:
             if p.grad is not None:
                 p.grad.zero_()
+
+
+def shard_experts(
+    model: Decoder,
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    needs_whole: Callable[[nn.Parameter], bool],
+    freed: Callable[[nn.Parameter], bool],
+    *,
+    in_order: bool,
+) -> list[Sharded]:
+    """The parameters of this rank's experts, divided over the ranks that hold the same ones. needs_whole, freed: as for
+    `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
+    terms = {}
+    for module in model.modules() if in_order else ():
+        if isinstance(module, EPExperts):
+            terms |= module.keep_in_order()
+    found = []
+    for sharded in shard_parameters(named, mesh.expert_mesh, needs_whole, freed):
+        split, parameter = model.partition(sharded.name), sharded.parameter
+        stored = isinstance(parameter.data, StoredWeight)  # its update draws bits without regard to the first element
+        placement = Placement(
+            split.full_shape(parameter.shape),
+            # The first element's number in all experts: a shard draws the bits of the whole parameter.
+            split.ranges[0][0] * parameter.shape[1],
+            mesh.expert_mesh.tp_rank * RANK_RNG_OFFSET if stored else 0,
+        )
+        found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter)), placement=placement))
+    return found

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qtrain.bench.results import RESULTS, ROOT, rendered, section_of
+from benchmarks.results import RESULTS, ROOT, rendered, section_of
 from qtrain.bench.tables import Cell, Table, write_json
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -13,7 +13,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_a_documents_tables_are_the_results(path):
     text = path.read_text()
-    assert rendered(text) == text, "run python -m qtrain.bench.results"
+    assert rendered(text) == text, "run python -m benchmarks.results"
 
 
 def test_every_result_is_in_a_document():
