@@ -131,14 +131,15 @@ class Policy:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(kept: Kept, first: Stage) -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(Policy(kept, first))
+def _contexts(first: Stage, *kept: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    return create_selective_checkpoint_contexts(Policy(Kept(*kept), first))
 
 
 @functools.cache  # compiled layers share their code if they share the function
 def contexts(kept: Kept, first: Stage = "qkv") -> Callable[[], Any]:
     """`context_fn` of `torch.utils.checkpoint.checkpoint`."""
-    return functools.partial(_contexts, kept, first)
+    # Of constants only: a named tuple comes out of torch 2.11's compiler with every field true.
+    return functools.partial(_contexts, first, *kept)
 
 
 selective_contexts = contexts(Kept())

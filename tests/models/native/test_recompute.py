@@ -16,6 +16,7 @@ from qtrain.models.native.recompute import (
     Kept,
     LayerRegions,
     Policy,
+    contexts,
     keep_nothing,
 )
 from tests.models.families import drawn, source_of
@@ -88,3 +89,12 @@ def test_a_product_is_told_by_what_has_run_before_it():
             ctx = SimpleNamespace(is_recompute=recomputes)
             found = [policy(ctx, op, *((x, x) if op is aten.add.Tensor else (b, b))) for op in layer]
             assert [one == CheckpointPolicy.MUST_SAVE for one in found] == kept, (again, first)
+
+
+def test_a_compiler_is_given_constants():
+    """Of a named tuple among the arguments torch 2.11's compiler makes one whose fields are all true."""
+    kept = Kept(qkv=False, ffn=False)
+    with_arguments = contexts(kept, "ffn")
+    assert all(type(argument) in (bool, str) for argument in with_arguments.args)
+    forward, _ = with_arguments()
+    assert forward.policy_fn.kept == kept and forward.policy_fn.stages[False] == "ffn"
