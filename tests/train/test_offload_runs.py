@@ -48,10 +48,11 @@ def assert_same_run(one: Path, other: Path, steps: int = 5) -> None:
     assert all(torch.equal(saved[key], also[key]) for key in saved)
 
 
-ALL = tuple(name for name in OFFLOAD_NAMES if name != "weights")
-"""Those of a run in which all weights train."""
-CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALL), ALL)]
-SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("bf16", ALL)]
+ALL, BOTH = OFFLOAD_NAMES, ("weights", "gradients")
+"""BOTH: what goes together in a run in which all weights train."""
+ALONE = ("m", "v", "master", "residuals")
+CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALONE), BOTH, ALL)]
+SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("fp32", BOTH), ("bf16", ALL)]
 
 
 @pytest.mark.parametrize(("dtype", "names"), sampled(CASES, lambda *case: case not in SAMPLE), ids=str)
@@ -107,7 +108,7 @@ def test_on_a_gpu_too_compiled_or_recorded(graphs):
     [
         (
             '["mater"]',
-            "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: m, master, residuals, v, weights.",
+            "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: gradients, m, master, residuals, v, ",
         ),
         ("m", "--offload: not valid JSON"),
         ('{"m":1}', "is not a JSON list of names"),
