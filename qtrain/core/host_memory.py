@@ -14,6 +14,8 @@ from qtrain.core.errors import TrainingStopped
 
 PORTABLE = 1
 """cudaHostRegisterPortable."""
+PIECE_BYTES = 64 * 2**20
+"""In which a gradient crosses the link to be added to its sum: of the buffer on the device."""
 
 
 class _Locked:

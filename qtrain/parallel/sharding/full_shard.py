@@ -84,7 +84,8 @@ class FullShard:
     ):
         self._blocks, self._reduce = list(blocks), reduce
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reduce_stream = torch.cuda.Stream(device) if self._stream and reduces_apart else self._stream
+        apart = self._stream is not None and reduces_apart
+        self._reduce_stream = torch.cuda.Stream(device) if apart else self._stream
         self._reducing: torch.cuda.Event | None = None
         self._in_flight: list[Tensor | None] = []
         self._reduced: set[int] = set()

@@ -14,12 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtrain.core.host_memory import host_tensor_like
+from qtrain.core.host_memory import PIECE_BYTES, host_tensor_like
 from qtrain.kernels.optim.sum_of_squares import sum_of_squares_ref
 from qtrain.parallel.sharding.shards import Sharded
-
-PIECE_BYTES = 64 * 2**20
-"""Of the buffer on the device."""
 
 
 class HostGradients:

@@ -261,8 +261,7 @@ RUN_EXCLUSIONS = (
         "; take weights and gradients out of the list"),
     *(Exclusion(f"--{name}", "--offload gradients", lambda o, name=name: "gradients" in o.offload and o.has(name), why)
       for name, why in (("optimizer_in_backward", "it leaves no gradients that could be in host memory"),
-                        ("deterministic", "it adds gradients in fp32 on the GPU"),
-                        ("ema_decay", "it averages weights on the GPU, and --offload has them in host memory"))),
+                        ("deterministic", "it adds gradients in fp32 on the GPU"))),
     _note("--offload", "--optim without what it names",
         lambda o: bool(o.optimizer.host_names) and _offloads_states(o)
         and not set(o.settings.offload) & set(HOST_NAMES) <= set(o.optimizer.host_names),
