@@ -61,13 +61,25 @@ def test_a_run_is_that_with_everything_on_the_device(dtype, names):
     assert_same_run(run("without", None, **settings), run("with", names, **settings))
 
 
-@pytest.mark.parametrize(("before", "after"), [(("m", "residuals"), ("v", "master")), (ALL, None)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [(("m", "residuals"), ("v", "master")), (ALL, None), (None, ("v", *BOTH))], ids=str
+)
 def test_it_is_resumed_with_other_parts_there(before, after):
     """From a checkpoint in the middle."""
     settings = {"dtype": "bf16", "ckpt_interval": 2}
     whole, first = run("whole", None, **settings), run("first", before, **settings)
     rest = run("rest", after, **settings, resume=str(first / "checkpoints/00000002"))
     assert_same_run(whole, rest, steps=2)
+
+
+def test_weights_in_host_memory_are_saved_in_the_background_and_exported(monkeypatch):
+    """With an embedding and a head of their own."""
+    write_model(Path("tiny.json"), tie_word_embeddings=False)
+    settings = {"dtype": "bf16", "ckpt_interval": 2, "export": True, "quantize": "fp8_tensorwise"}
+    whole, moved = run("whole", None, **settings), run("moved", BOTH, **settings, async_checkpoint=True)
+    assert_same_run(whole, moved)
+    one, other = (load_file(folder / "hf/model.safetensors") for folder in (whole, moved))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def tune(name: str, names: tuple[str, ...], **settings) -> Path:
