@@ -24,9 +24,7 @@ class _Locked:
     Pages of its own: a page cannot be locked twice, and two blocks of malloc may share one."""
 
     def __init__(self, size: int):
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child process would copy locked pages as it is forked.
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        self._memory = mmap.mmap(-1, size)  # shared: a child that is forked has no copy of locked pages
         array = np.frombuffer(self._memory, np.uint8)
         self.__array_interface__ = array.__array_interface__
         self._address = array.ctypes.data

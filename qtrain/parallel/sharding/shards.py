@@ -40,7 +40,8 @@ the last elements of a tensor in another way, with other rounding: they must be 
 class Sharded:
     """A parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
     terms: where one rank computes several ranks' micro-batches and keeps their gradients apart, what receives them in
-    place of the parameter, [micro-batches, *shape]. placement: of the master, if it is a part of a larger parameter."""
+    place of the parameter, [micro-batches, *shape]. placement: of the master, if it is a part of a larger parameter, or
+    in host memory."""
 
     name: str
     parameter: nn.Parameter

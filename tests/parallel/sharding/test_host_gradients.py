@@ -54,11 +54,13 @@ def train(
     optim: str = "adamw",
     states: tuple[str, ...] = (),
     config: dict | None = None,
+    frozen_embedding: bool = False,
     steps: int = 3,
 ) -> Trained:
     """moved: weights and gradients are in host memory; states: what else is."""
     source = ModelSource("tiny", {**SHAPE, "tie_word_embeddings": tied, **(config or {})}, "--model")
     model = build_model(source, seed=1, dtype=dtype, lazy=True)
+    model.embed_tokens.weight.requires_grad_(not frozen_embedding)
     made = SCHEMES.make(scheme, options or {}, "--quantize")
     head = {"head": model.lm_head, "quantize_head": quantize_head}
     quantized = quantize_linears(model, made, seed=0, realize=not moved, **head)
@@ -129,6 +131,8 @@ def test_training_is_that_with_all_on_the_device(scheme, dtype, accumulation):
         {"quantize_head": True, "scheme": "fp8_tensorwise"},
         {"optim": "adamw_8bit", "states": ("m", "v")},
         {"optim": "adamw_4bit", "states": ("v",)},
+        {"frozen_embedding": True},
+        {"frozen_embedding": True, "tied": True},
         {"optim": "lion"},
         {"optim": "sgd", "states": ("m",)},
     ],
