@@ -3,7 +3,8 @@
 python -m qtrain.bench.resources --cards 4090,h100 --models qwen2.5-7b,qwen2.5-14b
 
 Every cell is what `--fit auto` chooses for a batch of 524,288 tokens: sequences a micro-batch, GiB of the card and of
-the host's pinned memory, tokens per second. The speed assumes that each card reaches the fraction of its speed of light that was measured on an H200.
+the host's pinned memory, tokens per second. The speed assumes that each card reaches the fraction of its speed of light
+that was measured on an H200.
 """
 
 import dataclasses
@@ -75,7 +76,7 @@ def resource_table(settings: ResourceSettings) -> Table:
         "sequences a micro-batch, GiB (+ of the host's memory), tokens/s",
         list(columns.values()),
         [
-            "norm, ...: recomputed; o, r, w: optimizer states, residuals, weights (with gradients, where they train) on "
+            "norm, ...: recomputed; o, r, w: optimizer states, residuals, weights (with gradients, if they train) on "
             "the host, whose memory is taken to be enough; -: does not fit"
         ],
     )
