@@ -2,8 +2,9 @@
 
 python -m qtrain.bench.resources --cards 4090,h100 --models qwen2.5-7b,qwen2.5-14b
 
-Every cell is what `--fit auto` chooses for a batch of 524,288 tokens: sequences a micro-batch, GiB of the card, tokens
-per second. The speed assumes that each card reaches the fraction of its speed of light that was measured on an H200.
+Every cell is what `--fit auto` chooses for a batch of 524,288 tokens: sequences a micro-batch, GiB of the card and of
+the host's pinned memory, tokens per second. The speed assumes that each card reaches the fraction of its speed of light
+that was measured on an H200.
 """
 
 import dataclasses
@@ -72,9 +73,12 @@ def resource_table(settings: ResourceSettings) -> Table:
     columns = {card: f"{card}, {datasheet_hardware(card).memory_bytes / GIB:.0f} GiB" for card in cards}
     table = Table(
         "Planned on one GPU",
-        "sequences a micro-batch, GiB, tokens/s",
+        "sequences a micro-batch, GiB (+ of the host's memory), tokens/s",
         list(columns.values()),
-        ["norm, ...: recomputed; o, r, w: optimizer states, residuals, weights on the host; -: does not fit"],
+        [
+            "norm, ...: recomputed; o, r, w: optimizer states, residuals, weights (with gradients, if they train) on "
+            "the host, whose memory is taken to be enough; -: does not fit"
+        ],
     )
     for model in split_list(settings.models):
         for name in METHODS:
@@ -122,9 +126,10 @@ def _cell(found: tuple[Plan, LanguageSettings] | None) -> Cell:
     speed = plan.tokens_per_step / plan.step_seconds
     kinds = settings.recompute
     marks = f" {'+'.join(kinds)}" if kinds else ""
-    marks += " o" * bool(plan.host.keys() - {"residuals", "weights"}) + " r" * ("residuals" in plan.host)
+    marks += " o" * bool(plan.host.keys() - {"residuals", "weights", "gradients"}) + " r" * ("residuals" in plan.host)
     marks += " w" * ("weights" in plan.host)
-    text = f"{plan.geometry.micro_batch_size}{marks}, {plan.memory_taken / GIB:.1f}, {short_number(speed)}"
+    taken = f"{plan.memory_taken / GIB:.1f}" + (f" + {plan.host_bytes / GIB:.1f}" if plan.host else "")
+    text = f"{plan.geometry.micro_batch_size}{marks}, {taken}, {short_number(speed)}"
     return Cell(speed, text=text, details={"gib": plan.memory_taken / GIB, "host_gib": plan.host_bytes / GIB})
 
 

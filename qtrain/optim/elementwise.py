@@ -53,6 +53,7 @@ class LowBitSpec(OptimizerSpec):
     offload: bool | tuple[Literal["m", "v", "master"], ...] = False
     """keep states and master in host memory, or those in a list; they stream through the GPU during the step"""
 
+    streams_weights = True
     optimizer: ClassVar[type["LowBitOptimizer"]]
     group_options: ClassVar[tuple[str, ...]]
     """The fields that are options of the parameter groups."""
@@ -78,7 +79,7 @@ class LowBitSpec(OptimizerSpec):
         return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
 
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        """As for any optimizer; for states in host memory, the staging buffers on the device."""
+        """As for any optimizer; for states and weights in host memory, the staging buffers on the device."""
         return state_bytes(self.state_options, shapes, weight_bytes)
 
     def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> Mapping[str, float]:
@@ -98,9 +99,11 @@ class LowBitSpec(OptimizerSpec):
 
 
 def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_bytes: int) -> int:
-    """Bytes of device memory of a model's states and master copies; of offloaded ones, of their staging buffers."""
+    """Bytes of device memory of a model's states and master copies; of what is in host memory, of the staging buffers
+    through which it passes."""
     on_device = _total(_sizes(options, shapes, weight_bytes, set(HOST_NAMES) - options.offload))
-    return on_device + staging_bytes(_sizes(options, shapes, weight_bytes, options.offload) if options.offload else [])
+    moved = _sizes(options, shapes, weight_bytes, options.offload, weights=True)
+    return on_device + staging_bytes(moved)
 
 
 def _total(tensors: Sequence[HostSizes]) -> int:
@@ -108,9 +111,15 @@ def _total(tensors: Sequence[HostSizes]) -> int:
 
 
 def _sizes(
-    options: StateOptions, shapes: Sequence[ParameterShape], weight_bytes: int, names: Collection[str]
+    options: StateOptions,
+    shapes: Sequence[ParameterShape],
+    weight_bytes: int,
+    names: Collection[str],
+    *,
+    weights: bool = False,
 ) -> list[HostSizes]:
-    """Of what `names` say of each parameter's states and master copy."""
+    """Of what `names` say of each parameter's states and master copy. weights: also of weights and gradients that are
+    in host memory."""
     dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
     tensors = []
     for shape in shapes:
@@ -118,7 +127,8 @@ def _sizes(
         # Signs do not change a format's size.
         formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
         master = options.master and dtype == torch.bfloat16 and not shape.stored
-        tensors += [host_sizes(weight.shape, formats, master=master, names=names)] * shape.count
+        moved = dtype if weights and shape.on_host else None
+        tensors += [host_sizes(weight.shape, formats, master=master, names=names, weight=moved)] * shape.count
     return tensors
 
 
@@ -184,7 +194,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def record_amax(self, parameter: Tensor) -> WeightAmax | None:
         stored = isinstance(parameter.data, LowBitWeight)
-        if self.states_on_host or stored or parameter.dtype != torch.bfloat16:  # offloaded, it is updated by slices
+        if self.streams or stored or parameter.dtype != torch.bfloat16:  # a weight may be updated by slices
             return None
         if parameter not in self._amax:
             # In-place changes of a DTensor count on its local tensor too: either counter tells.
@@ -208,8 +218,8 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _build(self, parameters: list[Tensor], group_of: Mapping[Tensor, int]) -> _PartitionUpdate:
         slots = [self._slot(p, group_of[p]) for p in parameters]
         build: Callable[..., FusedUpdate | OffloadedUpdate] = FusedUpdate
-        if self.states_on_host:
-            build = partial(OffloadedUpdate, names=self.options.offload)
+        if self.streams:
+            build = partial(OffloadedUpdate, names=self.options.offload if self.states_on_host else ())
         # One launch per combination of formats, whatever the number of parameters.
         update = build(self.RULE, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
         for p, slot in zip(parameters, slots, strict=True):
@@ -221,8 +231,16 @@ class LowBitOptimizer(PartitionedOptimizer):
     @property
     def states_on_host(self) -> bool:
         """Whether any are."""
-        first = self.param_groups[0]["params"][0]
-        return bool(self.options.offload) and first.device.type != "cpu"
+        return bool(self.options.offload) and self._device_of(self.parameters()[0]).type != "cpu"
+
+    @property
+    def streams(self) -> bool:
+        """Whether states or weights are in host memory."""
+        return self.states_on_host or any(self.placement(p).device is not None for p in self.parameters())
+
+    def _device_of(self, p: Tensor) -> torch.device:
+        """Where the parameter is updated."""
+        return self.placement(p).device or p.device
 
     def _slot(self, p: Tensor, group: int) -> Slot:
         state, states = self.state[p], []
@@ -240,7 +258,8 @@ class LowBitOptimizer(PartitionedOptimizer):
         step, amax = state.get("step"), self._amax.get(p)
         # Ranks hold different elements: each rank's parameters have numbers of their own.
         number = self.index_of[p] + self.placement(p).rng_offset
-        return Slot(weight, tuple(states), step, number, group, master, self.first_element(p), amax)
+        first, device = self.first_element(p), self.placement(p).device
+        return Slot(weight, tuple(states), step, number, group, master, first, amax, device)
 
     def _point_to(self, p: Tensor, slot: Slot) -> None:
         """Make the slot's tensors the parameter's states."""
@@ -268,7 +287,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
         on_host = self.states_on_host and self.options.is_offloaded(key)
-        return torch.device("cpu") if on_host else parameter.device
+        return torch.device("cpu") if on_host else self._device_of(parameter)
 
     def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
         # "exp_avg.int8_256.codes" -> "exp_avg": another format of the same state is converted by `adopt_states`.

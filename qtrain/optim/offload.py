@@ -1,11 +1,13 @@
-"""Optimizer states that live in host memory and stream through the device during a step.
+"""Optimizer states, weights and gradients that live in host memory and stream through the device during a step.
 
 Parameters are grouped into buckets. While one bucket is updated, the states of the next are copied to the device and
 those of the previous one are copied back, through three staging buffers, the only device memory that the states take.
 The states of a bucket are adjacent in one pinned buffer, so a copy is a single transfer at bus bandwidth. A tensor
 whose states exceed a bucket is split between rows, and each slice is a bucket. The update itself is that of states on
-the device, reads the unsplit gradients, and is bitwise identical to it: no block of a state crosses rows, and a slice
-knows its offset in the tensor, which keys its random bits.
+the device and bitwise identical to it: no block of a state crosses rows, and a slice knows its offset in the tensor,
+which keys its random bits.
+
+A weight in host memory passes with its states, and its gradient comes with them; neither is moved there by this file.
 """
 
 import math
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from qtrain.core.host_memory import host_memory_for
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat
 from qtrain.optim.state_layout import HOST_NAMES, MASTER
@@ -65,14 +68,17 @@ def host_sizes(
     master: bool = False,
     whole: bool = False,
     names: Collection[str] = HOST_NAMES,
+    weight: torch.dtype | None = None,
 ) -> HostSizes:
     """For a parameter of `shape` with states in `formats`. whole: it must not be split. names: which of HOST_NAMES are
-    in host memory."""
+    in host memory. weight: the dtype of a weight that is there too, with its gradient."""
     formats = list(formats)
     moved = [format for name, format in zip(HOST_NAMES, formats, strict=False) if name in names]
     tensors = [tensor for format in moved for tensor in format.parts(shape).values()]
     if master and MASTER in names:
         tensors.append((tuple(shape), torch.float32))
+    if weight is not None:
+        tensors += [(tuple(shape), weight)] * 2
     # Without blocks a vector may be split between elements, with them only a matrix, between rows.
     has_rows = len(shape) > any(format.block for format in formats)  # blocks treat a vector as one row
     rows = max(shape[0], 1) if has_rows and not whole else 1
@@ -115,7 +121,7 @@ def _bucket_bytes(buckets: Sequence[Sequence[RowSlice]], tensors: Sequence[HostS
 
 class OffloadedUpdate:
     """`FusedUpdate` over slots of whose states and masters those that `names` say (HOST_NAMES) are in host memory; the
-    constructor moves them to pinned memory."""
+    constructor moves them to pinned memory. Weights are there of slots that have a `device`."""
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ class OffloadedUpdate:
         names: Collection[str] = HOST_NAMES,
     ):
         self.slots = list(slots)
-        self.device = slots[0].weight.device
+        self.device = slots[0].device or slots[0].weight.device
         on_cuda = self.device.type == "cuda"
         tensors = [_sizes_of(slot, names, on_cuda if kernel is None else kernel) for slot in self.slots]
         buckets = fill_buckets(tensors)
@@ -140,22 +146,28 @@ class OffloadedUpdate:
         self._buckets: list[_Bucket] = []
         for index, slices in enumerate(buckets):
             rows = slices[0].rows
-            # Buckets take turns in the staging buffers; a bucket of several tensors is one transfer.
+            # Buckets take turns in the staging buffers; the states of several tensors are one transfer.
             if rows is None or rows.start == 0:  # a tensor that is split moves whole: its states stay single tensors
-                host = _move([self.slots[owned.owner] for owned in slices], names, pinned=on_cuda)
+                host = _move([self.slots[owned.owner] for owned in slices], names, self.device)
             stage = _Arena(self._stages[index % len(self._stages)])
             on_host = [_rows_of(self.slots[owned.owner], owned.rows) for owned in slices]
             staged = [_changed(slot, stage.allocate_like, names) for slot in on_host]
-            update = FusedUpdate(rule, staged, groups=groups, seed=seed, sr=sr, kernel=kernel)
-            for owned, slot in zip(slices, staged, strict=True):
-                # The slices of a tensor start from the same step count and get gradients in the same steps.
-                self.slots[owned.owner].step = slot.step
             if rows is None:
                 transfers = [(host, stage.memory[: len(host)])]
             else:
                 pair = (_host_tensors(slot, names) for slot in (on_host[0], staged[0]))
                 transfers = list(zip(*pair, strict=True))
-            self._buckets.append(_Bucket(slices, update, transfers))
+            gradients: list[Tensor | None] = [None] * len(slices)
+            for i, slot in enumerate(on_host):
+                if slot.device is not None:
+                    weight, gradients[i] = (stage.allocate_like(slot.weight) for _ in range(2))
+                    staged[i] = replace(staged[i], weight=weight, device=None)
+                    transfers.append((slot.weight, weight))
+            update = FusedUpdate(rule, staged, groups=groups, seed=seed, sr=sr, kernel=kernel)
+            for owned, slot in zip(slices, staged, strict=True):
+                # The slices of a tensor start from the same step count and get gradients in the same steps.
+                self.slots[owned.owner].step = slot.step
+            self._buckets.append(_Bucket(slices, update, transfers, gradients))
         self._in, self._out = (torch.cuda.Stream() for _ in range(2)) if on_cuda else (None, None)
 
     def set_hyper(self, group: int, values: Mapping[str, float | Tensor]) -> None:
@@ -168,7 +180,7 @@ class OffloadedUpdate:
         """As `FusedUpdate.step`."""
         if self._in is None:
             for bucket in self._buckets:
-                bucket.to_device()
+                bucket.to_device(grads)
                 bucket.step(grads, grad_scale)
                 bucket.to_host()
             return
@@ -181,7 +193,7 @@ class OffloadedUpdate:
             with torch.cuda.stream(self._in):
                 if index >= len(self._stages):  # the buffer's last bucket must be back before it is overwritten
                     self._in.wait_event(returned[index - len(self._stages)])
-                bucket.to_device()
+                bucket.to_device(grads)
                 arrived = self._in.record_event()
             computing.wait_event(arrived)  # on the device: the host enqueues the whole step without waiting
             bucket.step(grads, grad_scale)
@@ -189,6 +201,8 @@ class OffloadedUpdate:
             with torch.cuda.stream(self._out):
                 bucket.to_host()
                 returned[index].record(self._out)
+        if any(slot.device is not None for slot in self.slots):
+            computing.wait_stream(self._out)  # the next forward pass reads the weights there
 
     def synchronize(self) -> None:
         """Wait until the states in host memory are those after the last step."""
@@ -198,20 +212,29 @@ class OffloadedUpdate:
 
 @dataclass
 class _Bucket:
-    """transfers: host memory and its place in the bucket's staging buffer."""
+    """transfers: host memory and its place in the bucket's staging buffer. gradients: of each slice the place of those
+    that are in host memory."""
 
     slices: list[RowSlice]
     update: FusedUpdate
     transfers: list[tuple[Tensor, Tensor]]
+    gradients: list[Tensor | None]
 
-    def to_device(self) -> None:
+    def to_device(self, grads: Sequence[Tensor | None]) -> None:
         for host, staged in self.transfers:
             staged.copy_(host, non_blocking=True)
+        for own, staged in zip(self._own(grads), self.gradients, strict=True):
+            if own is not None and staged is not None:
+                staged.copy_(own, non_blocking=True)
 
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
+        pairs = zip(self._own(grads), self.gradients, strict=True)
+        self.update.step([own if own is None or staged is None else staged for own, staged in pairs], grad_scale)
+
+    def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of the gradients of all tensors those of the slices."""
         whole = [grads[owned.owner] for owned in self.slices]
-        own = [g if g is None or s.rows is None else g[s.rows] for s, g in zip(self.slices, whole, strict=True)]
-        self.update.step(own, grad_scale)
+        return [g if g is None or s.rows is None else g[s.rows] for s, g in zip(self.slices, whole, strict=True)]
 
     def to_host(self) -> None:
         for host, staged in self.transfers:
@@ -240,7 +263,9 @@ def _sizes_of(slot: Slot, names: Collection[str], use_kernel: bool) -> HostSizes
     # Without the kernel, a stored weight draws random bits from element 0 of its tensor on.
     whole = isinstance(slot.weight, StoredWeight) and not use_kernel
     formats = (format for format, _ in slot.states)
-    return host_sizes(slot.weight.shape, formats, master=slot.master is not None, whole=whole, names=names)
+    weight = None if slot.device is None else slot.weight.dtype
+    own = {"master": slot.master is not None, "whole": whole, "weight": weight}
+    return host_sizes(slot.weight.shape, formats, names=names, **own)
 
 
 def _host_tensors(slot: Slot, names: Collection[str]) -> list[Tensor]:
@@ -273,11 +298,11 @@ def _rows_of(slot: Slot, rows: slice | None) -> Slot:
     return replace(_changed(slot, lambda tensor: tensor[rows]), weight=weight, first_element=first)
 
 
-def _move(slots: Sequence[Slot], names: Collection[str], *, pinned: bool) -> Tensor:
+def _move(slots: Sequence[Slot], names: Collection[str], device: torch.device) -> Tensor:
     """Move what `names` say of the states of `slots` into one host buffer, which is returned."""
     # Those of all slots are adjacent: one transfer.
     size = sum(_padded(t.numel() * t.element_size()) for slot in slots for t in _host_tensors(slot, names))
-    host = _Arena(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+    host = _Arena(host_memory_for(device, size))
     for slot in slots:
         moved = _changed(slot, lambda tensor: host.allocate_like(tensor).copy_(tensor), names)
         slot.states, slot.master = moved.states, moved.master

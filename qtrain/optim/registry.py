@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
@@ -17,13 +17,15 @@ from qtrain.optim.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`. stored: in low bits."""
+    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`. stored: in low bits. on_host: in host
+    memory, as their gradients."""
 
     shape: tuple[int, ...]
     count: int = 1
     hidden: bool = False
     parts: tuple[int, ...] = ()
     stored: bool = False
+    on_host: bool = False
 
     @property
     def elements(self) -> int:
@@ -32,6 +34,9 @@ class ParameterShape:
 
 class OptimizerSpec(ABC):
     """A choice of `--optim`; its fields are the keys of `--optim_kwargs`."""
+
+    streams_weights: ClassVar[bool] = False
+    """Whether it can update weights that are in host memory."""
 
     @abstractmethod
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:

@@ -70,7 +70,8 @@ class Partition:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter of an optimizer lies in the one that it is a part of. Rows of a DTensor are not part of it."""
+    """Where a parameter of an optimizer lies: in which memory, and in the parameter that it is a part of. Rows of a
+    DTensor are not part of it."""
 
     full_shape: torch.Size | None = None
     """Of the full parameter; None: this is all of it."""
@@ -78,6 +79,8 @@ class Placement:
     """Index of the first element in the full parameter, which numbers random bits."""
     rng_offset: int = 0
     """Added to the parameter's number in Philox keys: parts of one matrix must not be rounded with the same bits."""
+    device: torch.device | None = None
+    """Where it is updated, if it and its gradient are in host memory between; None: where it is."""
 
 
 class Parts(Protocol):

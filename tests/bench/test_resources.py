@@ -2,7 +2,7 @@
 
 import pytest
 
-from qtrain.bench.resources import METHODS, ResourceSettings, planned, resource_table
+from qtrain.bench.resources import METHODS, ResourceSettings, _cell, planned, resource_table
 from qtrain.core.errors import UserError
 
 MODEL = "smollm2-135m"
@@ -12,7 +12,10 @@ def test_every_cell_is_what_fits_or_a_dash():
     table = resource_table(ResourceSettings(models=f"{MODEL},qwen2.5-32b", cards="4090"))
     small = [cells["4090, 24 GiB"] for row, cells in table.rows.items() if row.startswith(MODEL)]
     assert len(small) == len(METHODS) and all(0 < cell.details["gib"] < 23.5 for cell in small)
-    assert table.rows["qwen2.5-32b, full, FP8"]["4090, 24 GiB"].text == "-"
+    large = table.rows["qwen2.5-32b, full, FP8"]["4090, 24 GiB"]  # weights, gradients and states of 2 bytes each
+    assert large.details["host_gib"] == pytest.approx(4 * 2 * 32.76e9 / 2**30, rel=0.01)
+    assert f" o w, {large.details['gib']:.1f} + {large.details['host_gib']:.1f}, " in large.text
+    assert _cell(None).text == "-"
 
 
 @pytest.mark.parametrize(("card", "scheme"), [("3090", "int8"), ("4090", "fp8_tensorwise")])

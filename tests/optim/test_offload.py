@@ -1,12 +1,14 @@
 """States on the host: large tensors are cut, results are the device's bit for bit, the stages are small and planned."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
 import torch
 from torch import nn
 
+from qtrain.core.host_memory import host_tensor_like
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups
@@ -65,7 +67,8 @@ def drive(update: FusedUpdate | OffloadedUpdate, steps: int = 4) -> None:
         for slot in update.slots:
             size = torch.linspace(-3, 0, slot.weight.numel()).view(slot.weight.shape)
             grads.append((torch.randn(slot.weight.shape, generator=generator) * 10**size).to(slot.weight))
-        scale = torch.tensor(0.5, device=update.slots[0].weight.device) if step % 2 else None
+        first = update.slots[0]
+        scale = torch.tensor(0.5, device=first.device or first.weight.device) if step % 2 else None
         update.step([None if step == 1 and i == 2 else g for i, g in enumerate(grads)], scale)
 
 
@@ -118,6 +121,27 @@ def room(kind: dict, rows: int) -> int:
 def test_a_tensor_that_is_cut_is_updated_as_the_whole(kind, device, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", room(KINDS[kind], 9))
     compare(KINDS[kind], device)
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
+@pytest.mark.parametrize("names", [(), ("m",), ("m", "v", "master")], ids=",".join)
+@pytest.mark.parametrize("kind", ["fp32", "fp32 and master", "int8"])
+def test_weights_on_the_host_are_updated_as_those_on_the_device(kind, names, device, monkeypatch):
+    """Beside others that are not there; with their states, or those on the device. They stay the same tensors."""
+    # 16 rows of fp32 fit: what torch's own AdamW would round otherwise, see BUCKET.
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 30_000 if kind == "fp32" else 10_000)
+    pair = [slots(SHAPES, **KINDS[kind], device=device) for _ in range(2)]
+    for number in (0, 2, 4):
+        slot = pair[1][number]
+        on_host = host_tensor_like(slot.weight, torch.device(device)).copy_(slot.weight)
+        pair[1][number] = dataclasses.replace(slot, weight=on_host, device=torch.device(device))
+    moved = OffloadedUpdate("adamw", pair[1], seed=5, names=names)
+    assert all(slices_of(moved)[number] > 1 for number in (0, 2, 4))
+    for update in (FusedUpdate("adamw", pair[0], seed=5), moved):
+        drive(update)
+    moved.synchronize()
+    assert_same(*pair)
+    assert all(slot.weight.is_pinned() for slot in pair[1] if slot.device and device == "cuda")
 
 
 @pytest.mark.interpreter

@@ -48,10 +48,11 @@ def assert_same_run(one: Path, other: Path, steps: int = 5) -> None:
     assert all(torch.equal(saved[key], also[key]) for key in saved)
 
 
-ALL = tuple(name for name in OFFLOAD_NAMES if name != "weights")
-"""Those of a run in which all weights train."""
-CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALL), ALL)]
-SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("bf16", ALL)]
+ALL, BOTH = OFFLOAD_NAMES, ("weights", "gradients")
+"""BOTH: what goes together in a run in which all weights train."""
+ALONE = ("m", "v", "master", "residuals")
+CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALONE), BOTH, ALL)]
+SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("fp32", BOTH), ("bf16", ALL)]
 
 
 @pytest.mark.parametrize(("dtype", "names"), sampled(CASES, lambda *case: case not in SAMPLE), ids=str)
@@ -60,13 +61,25 @@ def test_a_run_is_that_with_everything_on_the_device(dtype, names):
     assert_same_run(run("without", None, **settings), run("with", names, **settings))
 
 
-@pytest.mark.parametrize(("before", "after"), [(("m", "residuals"), ("v", "master")), (ALL, None)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [(("m", "residuals"), ("v", "master")), (ALL, None), (None, ("v", *BOTH))], ids=str
+)
 def test_it_is_resumed_with_other_parts_there(before, after):
     """From a checkpoint in the middle."""
     settings = {"dtype": "bf16", "ckpt_interval": 2}
     whole, first = run("whole", None, **settings), run("first", before, **settings)
     rest = run("rest", after, **settings, resume=str(first / "checkpoints/00000002"))
     assert_same_run(whole, rest, steps=2)
+
+
+def test_weights_in_host_memory_are_saved_in_the_background_and_exported(monkeypatch):
+    """With an embedding and a head of their own."""
+    write_model(Path("tiny.json"), tie_word_embeddings=False)
+    settings = {"dtype": "bf16", "ckpt_interval": 2, "export": True, "quantize": "fp8_tensorwise"}
+    whole, moved = run("whole", None, **settings), run("moved", BOTH, **settings, async_checkpoint=True)
+    assert_same_run(whole, moved)
+    one, other = (load_file(folder / "hf/model.safetensors") for folder in (whole, moved))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def tune(name: str, names: tuple[str, ...], **settings) -> Path:
@@ -107,7 +120,7 @@ def test_on_a_gpu_too_compiled_or_recorded(graphs):
     [
         (
             '["mater"]',
-            "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: m, master, residuals, v, weights.",
+            "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: gradients, m, master, residuals, v, ",
         ),
         ("m", "--offload: not valid JSON"),
         ('{"m":1}', "is not a JSON list of names"),

@@ -81,6 +81,9 @@ class Slot:
     """Of a shard, its offset in the whole tensor."""
     amax: WeightAmax | None = None
     """Receives the absmax of the new weight; of a bf16 tensor."""
+    device: torch.device | None = None
+    """Where the update runs, if the weight and its gradient are in host memory (`optim/offload.py`); None: they are
+    there."""
 
 
 def is_stochastic(format: StateFormat, sr: bool) -> bool:

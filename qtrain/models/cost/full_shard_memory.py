@@ -6,6 +6,7 @@ Divided are layers, and an embedding and a head of their own (`Decoder.units`), 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
@@ -48,7 +49,7 @@ def full_shard_memory(
     layer = trained.bytes / layers if trained.adapters else element * largest_layer
     embedding, head = trained_ends(config, trained)
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
-    # What trains in layers besides their linears; one process, which has frozen layers in host memory, keeps all of it.
+    # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.
     in_full = trained.bytes if trained.adapters and share < 1 else 0
     divided = [name for name in layer_linears(config) if share_of(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, divided)
@@ -82,6 +83,42 @@ def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> f
     linears = _divided(config, low_bit, element, layer_linears(config))
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * element
     return embedding + sum(elements * linear.weight for _, elements, linear in linears)
+
+
+class HostGradientBytes(NamedTuple):
+    """Of weights that train in host memory. sums: there, of gradients; buffer: on the device, through which they pass;
+    layer: gradients of one; last: those that exist at the end of the backward pass; arriving, arriving_head: the weight
+    of a linear that is there while its codes are computed."""
+
+    sums: int
+    buffer: int
+    layer: int
+    last: int
+    arriving: int
+    arriving_head: int
+
+
+def host_gradients(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, *, largest_layer: int
+) -> HostGradientBytes:
+    """largest_layer: elements of its linears."""
+    embedding, _ = trained_ends(config, trained)
+    matrix, linears, layer = config.vocab_size * config.hidden_size, layer_linears(config), element * largest_layer
+    arriving = {n.weights * low_bit.layer[name].codes_only for name, n in linears.items()}
+    divided = list(_divided(config, low_bit, element, linears))
+    largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
+    arriving_head = max(
+        (elements for name, elements, linear in divided if name == HEAD and linear.codes_only), default=0
+    )
+    return HostGradientBytes(
+        sums=element * (embedding * matrix + sum(elements for _, elements, _ in divided)),
+        buffer=min(PIECE_BYTES, element * largest),
+        layer=layer,
+        # Of the unit that is added, and of the one whose backward pass runs meanwhile.
+        last=layer + max(layer, embedding * element * matrix),
+        arriving=element * max(arriving),
+        arriving_head=element * arriving_head,
+    )
 
 
 def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:

@@ -21,6 +21,8 @@ layers are divided over GPUs too, they are those outside of layers, and no sums 
 
 Where layers' inputs are in host memory (`models/native/residual_offload.py`), all but that of the last layer leave the
 device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
+
+Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory
+from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients
 from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
 from qtrain.models.cost.saved_activations import (
     LayerKind,
@@ -50,7 +52,8 @@ CUDA_WORKSPACE = 96 * 2**20
 class StepShape:
     """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
-    are in host memory between their passes; weights_on_host: frozen weights are while their layers do not run."""
+    are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
+    gradients_on_host: so are the weights that train, and the sums of their gradients."""
 
     micro_batch_size: int
     seq_len: int
@@ -62,6 +65,7 @@ class StepShape:
     in_backward: bool = False
     residuals_on_host: bool = False
     weights_on_host: bool = False
+    gradients_on_host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -221,21 +225,29 @@ def estimate_memory(
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
+    if step.gradients_on_host:
+        moved = host_gradients(config, step.element, low_bit, trained, largest_layer=_largest_layer(config))
+        stays = trained.bytes - moved.sums
+        at_step, held = stays + moved.buffer, moved.buffer + (stays if step.accumulates else 0)
+        gradients, head_bytes = at_step + moved.last, step.element * _head_elements(config, trained) + moved.layer
+        loss, in_layer = loss + moved.arriving_head, in_layer + moved.arriving
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
         on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
+    if step.gradients_on_host:
+        on_host["gradients"] = moved.sums
     residual = step.tokens * config.hidden_size * step.element
-    moved = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
-    if moved:
-        on_host["residuals"] = moved
+    residuals = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
+    if residuals:
+        on_host["residuals"] = residuals
     at_end = in_layer if reshards else max(in_layer + head_bytes, in_head)
     # That of the layer before comes back while a layer's backward runs.
-    backward = max(in_layer + (residual if moved else 0) + head_bytes, in_head)
+    backward = max(in_layer + (residual if residuals else 0) + head_bytes, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
-        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - moved,
+        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - residuals,
         loss=round(loss),
         backward=round(backward),
         at_end=round(at_end),

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtrain.core.host_memory import host_memory_for
+
 
 @dataclass
 class _Residual:
@@ -93,7 +95,7 @@ class ResidualOffload:
         storage = x.untyped_storage()
         assert storage.nbytes() == x.numel() * x.element_size(), "a layer's input shares its memory with other tensors"
         residual = _Residual(storage, storage.nbytes())
-        on_host = self._buffer(index, residual.size, pinned=ready is not None)
+        on_host = self._buffer(index, residual)
         if ready is None:
             on_host.copy_(residual.bytes())
             return residual
@@ -111,7 +113,7 @@ class ResidualOffload:
 
     def _to_device(self, index: int, residual: _Residual) -> None:
         residual.storage.resize_(residual.size)
-        on_host = self._buffer(index, residual.size, pinned=residual.copied is not None)
+        on_host = self._buffer(index, residual)
         if residual.copied is None:
             residual.bytes().copy_(on_host)
             return
@@ -121,14 +123,14 @@ class ResidualOffload:
             residual.bytes().copy_(on_host, non_blocking=True)
             residual.arrived = self._stream.record_event()
 
-    def _buffer(self, index: int, size: int, *, pinned: bool) -> Tensor:
-        """The first `size` bytes of the layer's host buffer, which is replaced where it has fewer."""
-        buffer = self._host.get(index)
-        if buffer is None or len(buffer) < size:
-            self._host[index] = buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        if pinned and torch.cuda.is_current_stream_capturing():
+    def _buffer(self, index: int, residual: _Residual) -> Tensor:
+        """The layer's host buffer, as long as the residual; it is replaced where it has fewer bytes."""
+        buffer, device = self._host.get(index), residual.storage.device
+        if buffer is None or len(buffer) < residual.size:
+            self._host[index] = buffer = host_memory_for(device, residual.size)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._recorded.append(buffer)
-        return buffer[:size]
+        return buffer[: residual.size]
 
 
 class _AtBackward(torch.autograd.Function):

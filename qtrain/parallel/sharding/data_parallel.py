@@ -22,9 +22,10 @@ from qtrain.parallel.sharding.checkpoint_layout import DividedState
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
+from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
-from qtrain.parallel.sharding.shards import Sharded, by_mesh, shard_frozen, shard_parameters
+from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
 from qtrain.tensors.lazy import materialize
@@ -56,8 +57,9 @@ class DataParallel:
     needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
     that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
     in the order in which they run, those whose weights and gradients exist in full only while they do; where the mesh
-    does not shard, those whose frozen weights are in host memory between. partitions: with the optimizer in the
-    backward pass, the parameters that are updated together; those of a unit are one."""
+    does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that train
+    too, and the sums of their gradients. partitions: with the optimizer in the backward pass, the parameters that are
+    updated together; those of a unit are one."""
 
     def __init__(
         self,
@@ -71,11 +73,13 @@ class DataParallel:
         wire: GradientWire | None = None,
         seed: int = 0,
         units: Sequence[Unit] = (),
+        host_gradients: bool = False,
         partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
     ):
         self.mesh = mesh
         self.adds_locally = not (deterministic or (units and mesh.shard > 1))
-        """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
+        """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`, or in host
+        memory."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
         quantized.reduce_amax = maximum_over_ranks
@@ -91,10 +95,15 @@ class DataParallel:
         # Experts have a mesh of their own: the ranks that hold the same ones.
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
-        self.parameters = shard_parameters(dense, *how)
+        moved = _matrices(model, units, train=True) if host_gradients else []
+        names, place = {name for name, _ in moved}, {name: place for place, (name, _) in enumerate(trained)}
+        self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
+        self.parameters += offload_parameters(moved, mesh)
         if split:
             self.parameters += shard_experts(model, experts, *how, in_order=deterministic)
-        self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
+        elif moved:
+            self.parameters.sort(key=lambda sharded: place[sharded.name])
+        self.frozen = shard_frozen(_matrices(model, units, train=False), mesh) if units else []
         """Weights of fully sharded units that do not train."""
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
         sharded_of = {id(s.parameter): s for s in self.parameters}
@@ -119,6 +128,7 @@ class DataParallel:
                 wire=wire,
                 seed=seed,
             )
+        self._host = HostGradients(groups, self._device) if host_gradients else None
         self.after_unit: Callable[[int], None] = self.reduce_group
         """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
         self._weights = ModelWeights(
@@ -182,6 +192,8 @@ class DataParallel:
             self._parts.complete_gradients(index)
         if self._reduction is not None:
             self._reduction.add_group(index, self._micro_step(self._index))
+        if self._host is not None:
+            self._host.add_group(index, first=self._index == 0)
 
     def end_micro_batch(self, index: int) -> None:
         """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
@@ -195,6 +207,8 @@ class DataParallel:
         self.reduce_group(0 if self._full_shard is None else self._full_shard.blocks)
         if last and self._reduction is not None:
             self._reduction.finish()
+        if last and self._host is not None:
+            self._host.finish()
 
     def sums(
         self, nll: Sequence[Tensor], trained: Tensor, tokens: int, stop_signal: int, squares: Tensor | None = None
@@ -206,9 +220,12 @@ class DataParallel:
         # Of a parameter that several tensor ranks have, the norm counts one copy.
         counted = self.parameters if self._parts is None else self._parts.counted
         if squares is None:
-            summed = [(mesh, self.squares(members)) for mesh, members in by_mesh(counted, lambda sharded: sharded)]
+            on_device = [sharded for sharded in counted if not sharded.on_host]
+            summed = [(mesh, self.squares(members)) for mesh, members in by_mesh(on_device, lambda sharded: sharded)]
         else:
             summed = [(self.mesh, squares)]
+        if self._host is not None:
+            summed.append((self.mesh, self._host.squares()))
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
         # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
@@ -274,6 +291,8 @@ class DataParallel:
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # masters in host memory are read there
         self._weights.restore()
 
 
@@ -282,11 +301,11 @@ def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     return [s.master.grad for s in parameters if s.master.grad is not None]
 
 
-def _frozen_matrices(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
-    """Those of `units`, without what other modules hold too."""
+def _matrices(model: nn.Module, units: Iterable[Unit], *, train: bool) -> list[tuple[str, nn.Parameter]]:
+    """Those of `units` that train, or that do not, without what other modules hold too."""
     elsewhere = shared_weights(model)
     in_units = {id(p) for unit in units for p in unit.holder.parameters() if p.ndim > 1} - elsewhere
-    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and not p.requires_grad]
+    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and p.requires_grad == train]
 
 
 def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:

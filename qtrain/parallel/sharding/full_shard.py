@@ -3,7 +3,7 @@
 Ranks gather what a block reads before its forward pass, free it afterwards, gather it again before its backward pass,
 and reduce the block's gradients as soon as they are complete. On a GPU a second stream gathers the next block, and
 reduces the gradients of the last one, while the current one computes. On one process it is the host's memory that has
-the weights between their uses, of those that do not train.
+the weights between their uses, and the sums of gradients (`host_gradients.py`).
 
 The tensors stay the same objects, which autograd has saved: only their memory comes and goes.
 """
@@ -71,11 +71,21 @@ class ShardedBlock:
 
 
 class FullShard:
-    """The blocks of a model, in the order in which they run. reduce(i): reduces the gradients of block i."""
+    """The blocks of a model, in the order in which they run. reduce(i): reduces the gradients of block i, with
+    `reduces_apart` on a stream of its own."""
 
-    def __init__(self, blocks: Sequence[ShardedBlock], device: torch.device, reduce: Callable[[int], None]):
+    def __init__(
+        self,
+        blocks: Sequence[ShardedBlock],
+        device: torch.device,
+        reduce: Callable[[int], None],
+        *,
+        reduces_apart: bool = False,
+    ):
         self._blocks, self._reduce = list(blocks), reduce
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        apart = self._stream is not None and reduces_apart
+        self._reduce_stream = torch.cuda.Stream(device) if apart else self._stream
         self._reducing: torch.cuda.Event | None = None
         self._in_flight: list[Tensor | None] = []
         self._reduced: set[int] = set()
@@ -128,10 +138,10 @@ class FullShard:
         self._wait_for_reduction()
         # References until the reduction has run: the allocator must not hand this memory to the current stream.
         self._in_flight = [receiver.grad for receiver in block.receivers]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reduce_stream):
             self._reduce(index)
-            self._reducing = self._stream.record_event()
+            self._reducing = self._reduce_stream.record_event()
 
     # ---- memory and streams ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Where all products of a linear read codes, the rank keeps the codes only: the full weight exists for the moment in which
 it is quantized. With full sharding a rank quantizes its rows after the step, and the blocks gather their weights when
-they run. On one process those that do not train are copied from host memory then.
+they run. On one process they are copied from host memory then.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
-from qtrain.parallel.sharding.shards import Sharded
+from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.swap import shared_weights
@@ -43,14 +43,14 @@ class ModelWeights:
         reduce: Callable[[int], None] = lambda index: None,
     ):
         self._quantized = quantized
-        self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
+        self._parameters = [s for s in parameters if s.master is not s.parameter]
         self._frozen = list(frozen)
         self._linear_of = {} if mesh.shard == 1 and not units else _linears_by_weight(quantized, model)
         self._codes: list[ShardedCodes] = []
         self._in_blocks: set[int] = set()
         self.full_shard: FullShard | None = None
         """The blocks; None without full sharding."""
-        if mesh.shard > 1 and not keep_full_weights:
+        if not keep_full_weights:
             self._drop_full_weights()
         if units:
             shared = shared_weights(model)
@@ -59,17 +59,19 @@ class ModelWeights:
             sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
             # Codes before the blocks are freed: the first forward pass gathers them.
             update_codes([weight for weight in self._codes if weight.keeps])
-            self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
+            device = next(model.parameters()).device
+            # On one process what is done with gradients need not be in the order of the gathers, as collectives must.
+            self.full_shard = FullShard(sharded, device, reduce, reduces_apart=mesh.shard == 1)
         if mesh.shard > 1 or units:
             self._quantize_outside()
 
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
         for sharded in self._parameters + self._frozen:
-            linear = self._linear_of.get(id(sharded.parameter))
-            if linear is not None and reads_codes_only(linear.scheme):
+            linear, divided = self._linear_of.get(id(sharded.parameter)), sharded.mesh.shard > 1
+            if linear is not None and reads_codes_only(linear.scheme) and (divided or sharded.on_host):
                 linear.keep_codes_only()
-                if wire_format(linear.scheme):
+                if divided and wire_format(linear.scheme):
                     self._codes.append(ShardedCodes(sharded, linear))
 
     def _quantize_outside(self) -> None:
@@ -106,10 +108,16 @@ class ModelWeights:
                 linear.weight_key = keys[linear.key.storage_offset() // 3]
         for weight in codes.values():
             weight.keeps = True
-        masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
+        masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         gather = functools.partial(self._gather_block, [*codes.values()], masters)
         return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in unit_parameters])
+
+    def _gathered(self, sharded: Sharded) -> GatheredMaster:
+        linear = self._linear_of.get(id(sharded.parameter))
+        whole = linear is None or not linear.codes_only
+        # From host memory to where it is read, without a copy between.
+        return GatheredMaster(sharded, self._receive, in_place=whole and sharded.mesh.shard == 1)
 
     @property
     def kept_codes(self) -> list[Tensor]:
@@ -149,7 +157,8 @@ class ModelWeights:
             linear.refresh(tensors[0])  # the full weight exists for this call only
             return
         for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
-            own.copy_(gathered)
+            if own.data_ptr() != gathered.data_ptr():
+                own.copy_(gathered)
         if linear is not None and linear.gathered:
             linear.refresh(sharded.parameter)
 
@@ -160,7 +169,10 @@ class ModelWeights:
             self.full_shard.remove()
         dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
         missing = [s for s in self._parameters + self._frozen if id(s.parameter) in dropped | self._in_blocks]
-        self._gather_masters(missing, self._restore)
+        self._gather_masters((s for s in missing if s.mesh.shard > 1), self._restore)
+        for sharded in missing:
+            if sharded.mesh.shard == 1:
+                self._restore(sharded, local_tensors(sharded.master))
 
     def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks

@@ -8,8 +8,9 @@ The model computes with `parameter`, of full shape. The optimizer updates `maste
             ranks a placeholder of no elements, which gets no gradient
 
 Where the mesh does not shard, the master is the parameter itself. Frozen weights, which nothing updates, are divided by
-rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales. Those of one process
-that come and go with their blocks are in host memory as a whole.
+rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales.
+
+One process divides nothing. Of a matrix that comes and goes with its block the master is all of it, in host memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
+from qtrain.core.host_memory import host_tensor_like
 from qtrain.parallel.mesh import Mesh
 from qtrain.tensors.lazy import drop_initializer, initial_value, is_lazy, materialize, plain_tensors
 from qtrain.tensors.partition import Placement
@@ -38,7 +40,8 @@ the last elements of a tensor in another way, with other rounding: they must be 
 class Sharded:
     """A parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
     terms: where one rank computes several ranks' micro-batches and keeps their gradients apart, what receives them in
-    place of the parameter, [micro-batches, *shape]. placement: of the master, if it is a part of a larger parameter."""
+    place of the parameter, [micro-batches, *shape]. placement: of the master, if it is a part of a larger parameter, or
+    in host memory."""
 
     name: str
     parameter: nn.Parameter
@@ -56,6 +59,11 @@ class Sharded:
     def receiver(self) -> Tensor:
         """What has the gradients of a backward pass as its `.grad`."""
         return self.parameter if self.terms is None else self.terms
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the master, which trains, and its gradient are in host memory."""
+        return self.placement is not None and self.placement.device is not None
 
     def set_gradient(self, flat: Tensor) -> None:
         """Give the master its gradient. flat: the elements of this rank's shard."""
@@ -121,8 +129,18 @@ def shard_parameters(
 def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
     """Divide frozen matrices by rows over the shard dimension of the mesh; where it does not shard, the whole matrices
     are in host memory."""
+    return _divide(named, mesh, _frozen_rows if mesh.shard > 1 else _on_host)
+
+
+def offload_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
+    """The masters of matrices that train in the host memory of one process, one made after the other."""
+    return _divide(named, mesh, _trained_on_host)
+
+
+def _divide(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, divide: Callable[[str, nn.Parameter, Mesh], Sharded]
+) -> list[Sharded]:
     parameters = list(named)
-    divide = _frozen_rows if mesh.shard > 1 else _on_host
     sharded = [divide(name, p, mesh) for name, p in parameters]
     for _, p in parameters:
         drop_initializer(p)
@@ -140,10 +158,15 @@ def _frozen_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
 
 def _on_host(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     value = initial_value(p)
-    tensors = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t) for t in plain_tensors(value)]
+    tensors = [host_tensor_like(t, p.device).copy_(t) for t in plain_tensors(value)]
     stored = isinstance(value, StoredWeight)
     master = StoredWeight(*tensors, value.format, value.shape, value.dtype) if stored else tensors[0]
     return Sharded(name, p, master, (0, p.numel()), mesh)
+
+
+def _trained_on_host(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
+    master = nn.Parameter(_on_host(name, p, mesh).master)
+    return Sharded(name, p, master, (0, p.numel()), mesh, placement=Placement(device=p.device))
 
 
 def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:

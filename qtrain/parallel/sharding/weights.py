@@ -37,13 +37,17 @@ class Gathered(Protocol):
 
 @dataclass(frozen=True)
 class GatheredMaster:
-    """The values of a master, or the codes and scales of one that is stored in low bits."""
+    """The values of a master, or the codes and scales of one that is stored in low bits. in_place: whether the memory
+    that receives them is the parameter's own."""
 
     sharded: Sharded
     give: Callable[[Sharded, list[Tensor]], None]
+    in_place: bool = False
 
     def empty(self) -> list[Tensor]:
         tensors = plain_tensors(self.sharded.parameter)
+        if self.in_place:
+            return tensors
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
     def own(self) -> list[Tensor]:

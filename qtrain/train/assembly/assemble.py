@@ -75,6 +75,7 @@ def assemble(
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
         units=architecture.units(model) if prepared.reshards else (),
+        host_gradients="gradients" in prepared.offload,
         partitions=model_partitions(model) if settings.optimizer_in_backward else None,
     )
     # The optimizer updates masters, which may be shards; the model's parameters are gathered from them.

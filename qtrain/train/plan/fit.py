@@ -9,7 +9,7 @@ and what they add to a step (`Plan.step_seconds`).
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -184,7 +184,7 @@ def _groups(checked: CheckedSettings, keep_given: bool) -> Iterator[list[list[di
 
 def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Each choice of what is in host memory, with the flags by which it differs from that of `checked`: one more state
-    after the other, layers' inputs, and the weights that --lora freezes."""
+    after the other, layers' inputs, and the weights that --lora freezes; or after all states those that train."""
     settings, options = checked.settings, dict(checked.settings.optim_kwargs or {})
     if checked.device.type == "cpu" or (keep_given and (settings.offload is not None or "offload" in options)):
         yield (), {}
@@ -193,10 +193,15 @@ def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[s
     elsewhere = {} if settings.optim_kwargs is None else {"optim_kwargs": options or None}
     states = checked.optimizer.host_names
     layers = [*(["residuals"] if _own_decoder(settings) else []), *(["weights"] if _freezes_layers(checked) else [])]
-    for of_layers in chain.from_iterable(combinations(layers, count) for count in range(len(layers) + 1)):
-        for count in range(len(states) + 1):
-            names = (*states[:count], *of_layers)
-            yield names, {} if set(names) == checked.offload else {"offload": names, **elsewhere}
+    chosen = [(*states[:count], *of_layers) for of_layers in _subsets(layers) for count in range(len(states) + 1)]
+    if checked.mesh.world == 1 and _own_decoder(settings) and not _freezes_layers(checked):
+        chosen += [(*states, *of_layers, "weights", "gradients") for of_layers in _subsets(layers)]
+    for names in chosen:
+        yield names, {} if set(names) == checked.offload else {"offload": names, **elsewhere}
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
 def _own_decoder(settings: TrainSettings) -> bool:

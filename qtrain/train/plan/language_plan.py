@@ -209,8 +209,18 @@ def language_memory(
     trained = trained or all_of(model_config, checked.dtype.itemsize)
     # Optimizer states of weights stored in low bits have no fp32 master.
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
+    moved = "gradients" in checked.offload
+
+    def comes_and_goes(found: ParameterGroup) -> bool:
+        """A tied embedding does not."""
+        return len(found.shape) > 1 and (found.hidden or not model_config.tie_word_embeddings)
+
     shapes = [
-        ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
+        ParameterShape(
+            *found,
+            stored=not adapted and found.hidden and found.shape in stored,
+            on_host=moved and comes_and_goes(found),
+        )
         for found in trained.shapes
     ]
     optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
@@ -243,6 +253,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         in_backward=settings.optimizer_in_backward,
         residuals_on_host="residuals" in checked.offload,
         weights_on_host="weights" in checked.offload,
+        gradients_on_host="gradients" in checked.offload,
     )
 
 
@@ -287,12 +298,13 @@ def _rank_share(
     codes_only: Set[tuple[int, ...]],
     expert_shapes: Set[tuple[int, ...]],
 ) -> RankShare:
-    """What the fullest rank holds; where one process has frozen layers in host memory, nothing of them. codes_only:
+    """What the fullest rank holds; where one process has layers in host memory, nothing of them. codes_only:
     shapes of the weights of which ranks hold codes and a master; expert_shapes: those of experts, which are sharded
     over fewer ranks with --ep."""
     mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
     if checked.reshards and mesh.shard == 1:
-        return ONE_GPU._replace(experts=0.0, others=0.0)
+        trained = 0.0 if "gradients" in checked.offload else 1.0
+        return ONE_GPU._replace(masters=trained, experts=0.0, others=0.0)
     # Parameters of which a rank keeps a master besides what the layers read.
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 

@@ -139,13 +139,17 @@ def offload_seconds(
     """Of a step, what one GPU waits for copies to and from host memory. host: bytes there by the names of --offload;
     bandwidth: bytes per second each way; forward, backward: seconds of a micro-batch's passes.
 
-    States cross the link both ways at once while nothing else runs. Residuals go out during a micro-batch's forward
-    pass and come back during its backward pass, weights come in both; a pass waits for what takes longer than it."""
-    residuals, weights = host.get("residuals", 0), host.get("weights", 0)
-    states = sum(host.values()) - residuals - weights
-    waits = max(max(residuals, weights) / bandwidth - forward, 0.0)
-    waits += max((residuals + weights) / bandwidth - backward, 0.0)
-    return states / bandwidth + micro_batches * waits
+    States cross the link both ways at once while nothing else runs, and so do weights that train, whose gradients come
+    with them. Residuals go out during a micro-batch's forward pass and come back during its backward pass, weights come
+    in both; the sum of gradients comes and goes during the backward pass, but does not come in the first. A pass waits
+    for what takes longer than it."""
+    residuals, weights, gradients = (host.get(name, 0) for name in ("residuals", "weights", "gradients"))
+    at_step = sum(host.values()) - residuals - (0 if gradients else weights)
+    forward_wait = max(max(residuals, weights) / bandwidth - forward, 0.0)
+    first_wait = max(max(residuals + weights, gradients) / bandwidth - backward, 0.0)
+    backward_wait = max((residuals + weights + gradients) / bandwidth - backward, 0.0)
+    waits = micro_batches * forward_wait + first_wait + (micro_batches - 1) * backward_wait
+    return at_step / bandwidth + waits
 
 
 def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:

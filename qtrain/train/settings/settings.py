@@ -19,8 +19,9 @@ MicroBatchSize = Annotated[int, Range(0, 10**7)]
 Workers = Annotated[int, Range(0, 1024)]
 NotNegative = Annotated[float, Range(0, 1e30)]
 
-OFFLOAD_NAMES = ("m", "v", "master", "residuals", "weights")
-"""What --offload can keep in host memory: states and master weights of the optimizer, activations, frozen layers."""
+OFFLOAD_NAMES = ("m", "v", "master", "residuals", "weights", "gradients")
+"""What --offload can keep in host memory: states and master weights of the optimizer, activations, layers and their
+gradients."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class TrainSettings:
     offload: GivenNames = None
     """What to keep in pinned host memory, a JSON list: m, v (the optimizer's moments; a momentum is m) and master (its
     fp32 weights) pass through the GPU during the optimizer's step; residuals (layers' inputs, kept for backward) and
-    weights (the frozen ones of --lora) come a layer ahead. None: what --optim_kwargs says."""
+    weights (of layers, embedding and head; with --lora the frozen ones) come a layer ahead; gradients, which go with
+    weights that train, are added up there. None: what --optim_kwargs says."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True

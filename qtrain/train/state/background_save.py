@@ -5,8 +5,8 @@ written, the removal of older ones. DCP's own `async_save` covers only the first
 a process group of their own, so that they cannot interleave with those of the steps.
 
 One buffer holds the copy of all tensors and is used again for the next one. For tensors on a GPU it is page-locked, so
-that the copy runs at the rate of the bus. It has the exact size: torch's allocator of page-locked memory, which DCP's
-stagers use, rounds every tensor up to a power of two.
+that the copy runs at the rate of the bus. It has the exact size (`core/host_memory.py`), unlike what DCP's stagers
+allocate.
 """
 
 import copy
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtrain.comm.ranks import host_group
+from qtrain.core.host_memory import locked_memory
 from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.train.state.checkpoint import Checkpoints, flatten
 
@@ -31,8 +32,6 @@ from qtrain.train.state.checkpoint import Checkpoints, flatten
 
 ALIGNMENT = 256
 """Bytes: where each tensor begins in the buffer."""
-PORTABLE = 1
-"""cudaHostRegisterPortable."""
 
 
 class HostCopy:
@@ -70,16 +69,11 @@ class HostCopy:
     def _reserve(self, size: int, lock: bool) -> None:
         if size <= self.nbytes:
             return
-        self.close()
-        self._buffer = torch.empty(size, dtype=torch.uint8)
+        self._buffer, self._locked = torch.empty(0, dtype=torch.uint8), False  # the old one is freed first
+        memory = locked_memory(size) if lock else None
         # Where the system refuses to lock as much, copies are slower, no more.
-        self._locked = lock and not int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, PORTABLE))
-
-    def close(self) -> None:
-        """Free the buffer."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
-        self._buffer, self._locked = torch.empty(0, dtype=torch.uint8), False
+        self._buffer = torch.empty(size, dtype=torch.uint8) if memory is None else memory
+        self._locked = memory is not None
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

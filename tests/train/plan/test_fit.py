@@ -23,6 +23,7 @@ from tests.system import call, flags
 
 FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
 OF_7B = {"model": "qwen2.5-7b", "seq_len": 1024, "batch_size": 512, "compile": True, "gpu": "h100", "dry_run": True}
+LAYERS = ("weights", "gradients")
 
 
 def fitted(**changes) -> tuple[CheckedSettings, LanguageArchitecture]:
@@ -95,8 +96,12 @@ def test_what_is_given_stays(case):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"optim_kwargs": {"master": "fp32"}}, [(), ("m",), ("m", "v"), ("m", "v", "master")]),
-        ({"optim": "lion"}, [(), ("m",)]),
+        (
+            {"optim_kwargs": {"master": "fp32"}},
+            [(), ("m",), ("m", "v"), ("m", "v", "master"), ("m", "v", "master", *LAYERS)],
+        ),
+        ({"optim": "lion"}, [(), ("m",), ("m", *LAYERS)]),
+        ({"optim": "lion", "deterministic": True}, [(), ("m",)]),
         ({"optim": "muon"}, [()]),
         ({"offload": ("m",)}, [("m",)]),
         ({"optim_kwargs": {"offload": False}}, [()]),
@@ -104,7 +109,8 @@ def test_what_is_given_stays(case):
     ids=str,
 )
 def test_what_it_may_keep_in_host_memory(changes, expected):
-    """States one after the other; layers' inputs where recomputation keeps nothing else, and the user does not say."""
+    """States one after the other, then layers and their gradients; layers' inputs where recomputation keeps nothing
+    else, and the user does not say."""
     checked, architecture = fitted(fit="off", batch_size=4, **changes)
     model = architecture.empty
     linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
@@ -126,10 +132,8 @@ def test_a_deterministic_run_keeps_its_micro_batch():
 
 
 def test_nothing_that_fits_is_refused_with_the_least_that_there_is():
-    with pytest.raises(
-        UserError, match=r"--fit: nothing fits into 24.0 GiB \(--memory_limit 24\); the least that .*GiB"
-    ):
-        fitted(memory_limit=24)
+    with pytest.raises(UserError, match=r"--fit: nothing fits into 4.0 GiB \(--memory_limit 4\); the least that .*GiB"):
+        fitted(memory_limit=4)
 
 
 def test_a_plan_that_does_not_fit_names_flags_that_do():

@@ -307,6 +307,10 @@ def test_a_step_waits_for_residuals_that_take_longer_than_the_layers():
     # Weights come in both passes: beside what leaves in the one, before what comes in the other
     assert offload_seconds({"weights": 30, "residuals": 40}, 10.0, 2, 4, 2) == pytest.approx(2 * (2 + 3))
     assert offload_seconds({"weights": 50}, 10.0, 2, 4, 2) == pytest.approx(2 * (3 + 1))
+    # Sums of gradients go out in every backward pass and come in all but the first; both cross at the step once more
+    host = {"weights": 30, "gradients": 60, "m": 5}
+    assert offload_seconds(host, 10.0, 2, 4, 1) == pytest.approx(9.5 + 1 + 2)
+    assert offload_seconds(host, 10.0, 2, 4, 3) == pytest.approx(9.5 + 3 * 1 + 2 + 2 * 5)
 
 
 def test_a_frozen_linear_has_two_gemms_of_three_and_its_adapters_all_three():

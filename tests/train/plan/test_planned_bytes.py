@@ -204,3 +204,59 @@ def test_planned_bytes_of_frozen_layers_in_host_memory(lora):
     assert planned.weights - copies == pytest.approx(on_device, rel=0.02)
     on_host = held(t for sharded in parallel.frozen for t in masters(sharded, stored=True))
     assert planned.host == {"weights": pytest.approx(on_host, rel=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"quantize": "fp8_tensorwise", "quantize_lm_head": True}, {}),
+        ({"quantize": "int8", "optim": "adamw_8bit"}, {"tie_word_embeddings": True}),
+        ({"quantize": "fp8_tensorwise", "quantize_kwargs": {"grad_input": "bf16"}}, {}),
+    ],
+    ids=str,
+)
+def test_planned_bytes_of_trained_layers_in_host_memory(options, changes):
+    """Weights and states at a layer's backward pass; gradients as they wait for the next micro-batch."""
+    names = frozenset({"v", "weights", "gradients"})
+    checked = checked_of(LanguageSettings(batch_size=2, micro_batch_size=1, seq_len=8, **options))
+    optimizer = checked.optimizer.with_offload(names)
+    checked = replace(checked, reshards=True, offload=names, optimizer=optimizer)
+    shape = SHAPE | {"num_hidden_layers": 4} | changes
+    config = ModelConfig.from_hf(shape)
+    planned = language_memory(checked, config, linears_of(checked, config), None)
+    model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, lazy=True)
+    quantize_head = checked.settings.quantize_lm_head
+    head = {"head": model.lm_head, "quantize_head": quantize_head}
+    quantized = quantize_linears(model, checked.scheme, seed=0, realize=False, **head)
+    units, groups = decoder_units(model), parameter_groups(model, 0.1)
+    parallel = DataParallel(model, quantized, make_mesh(1, 1, "cpu"), units=units, host_gradients=True)
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
+    built = optimizer.build(groups, 0.01)
+    built.__class__ = type("Moving", (type(built),), {"states_on_host": True})
+    built.place(parallel.placements)
+    ids = torch.randint(0, 512, (1, 9))
+    for index in range(2):
+        parallel.begin_micro_batch(index)
+        model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
+        parallel.end_backward()
+        if not index:
+            waiting = [p.grad for p in model.parameters() if p.grad is not None] + [parallel._host._buffer]
+            assert planned.held == pytest.approx(held(waiting), rel=0.01)
+    parallel._host.finish()
+    built.step()
+    update = built._updates[0].update
+    states = [t for p, state in built.state.items() for key, t in state.items() if key not in ON_HOST]
+    on_host = held([bucket.transfers[0][0] for bucket in update._buckets])
+    assert planned.optimizer == pytest.approx(held([*states, *update._stages]) - on_host, rel=0.01)
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
+    on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
+    assert planned.weights == pytest.approx(on_device, rel=0.02)
+    weights = held(sharded.master for sharded in parallel.parameters if sharded.on_host)
+    assert planned.host == {
+        "v": pytest.approx(on_host, rel=0.01),
+        "weights": pytest.approx(weights, rel=0.01),
+        "gradients": pytest.approx(held(parallel._host.tensors), rel=0.01),
+    }

@@ -21,6 +21,7 @@ DECAYLESS = {"decay": 0}
 
 LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
 ALONE = {"optimizer_in_backward": True, "clip_grad_norm": 0.0}
+MOVED = ("weights", "gradients")
 WORLD = {"dry_run": True, "gpu": "h200", "world_size": 2}
 
 # (option, what it does not go with): (settings, what makes the row apply, what makes it not)
@@ -60,11 +61,29 @@ CASES = {
         {"offload": ("residuals",), "model_impl": "hf"},
         {"offload": ("m", "v")},
     ),
-    ("--offload", "weights without --lora"): (FINETUNE, {"offload": ("weights",)}, {"lora": LORA}),
+    ("--offload", "gradients with --lora"): (FINETUNE, {"offload": MOVED, "lora": LORA}, {"lora": None}),
     ("--offload", "weights of several processes"): (
         FINETUNE,
         {"offload": ("weights",), "lora": LORA, "gpus": 2},
         {"gpus": 1},
+    ),
+    ("--offload", "weights without gradients"): (FINETUNE, {"offload": ("weights",)}, {"lora": LORA}),
+    ("--offload", "gradients without weights"): (PRETRAIN, {"offload": ("gradients",)}, {"offload": MOVED}),
+    ("--offload", "gradients with --optim that keeps its states on the GPU"): (
+        PRETRAIN,
+        {"offload": MOVED, "optim": "muon"},
+        {"optim": "sgd"},
+    ),
+    ("--offload", "gradients with weights stored in low bits"): (
+        PRETRAIN,
+        {"offload": MOVED, "quantize": "int8_weight"},
+        {"quantize": "bitnet"},
+    ),
+    ("--optimizer_in_backward", "--offload gradients"): (PRETRAIN, {"offload": MOVED, **ALONE}, {"offload": ("m",)}),
+    ("--deterministic", "--offload gradients"): (
+        PRETRAIN,
+        {"offload": MOVED, "deterministic": True},
+        {"deterministic": False},
     ),
     ("--offload", "--optim without what it names"): (
         PRETRAIN,

@@ -6,9 +6,13 @@ import torch
 from qtrain.data.batch import Batch
 from qtrain.models import RECOMPUTE_SETS, ModelSource, ResidualOffload, apply_recompute, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.optim import offload as optim_offload
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding import host_gradients
 from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.settings.settings import OFFLOAD_NAMES
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
@@ -47,37 +51,47 @@ def train(
     offload: tuple[str, ...] = (),
     layers: int = WIDE["num_hidden_layers"],
     master: str = "none",
+    tied: bool = True,
     **kind,
 ):
     """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
     quantize_head: the output head too; its loss is computed in three chunks. offload: names of --offload."""
-    device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers}
-    model = build_model(ModelSource("tiny", config, "--model"), seed=1, device=device, dtype=torch.bfloat16)
+    device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    source, moved = ModelSource("tiny", config, "--model"), "gradients" in offload  # weights then are, too
+    model = build_model(source, seed=1, device=device, dtype=torch.bfloat16, lazy=moved)
     apply_recompute(model, RECOMPUTE_SETS[recompute])
     if "residuals" in offload:
         model.residual_offload = ResidualOffload(layers)
     made = SCHEMES.make(scheme, options, "--quantize")
-    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, quantize_head=quantize_head)
+    head = {"head": model.lm_head, "quantize_head": quantize_head}
+    quantized = quantize_linears(model, made, seed=0, realize=not moved, **head)
     model.loss_chunks = 3 if quantize_head else 0
     if compiled:
         compile_layers(model)
     spec = OPTIMIZERS.make("adamw", {"master": master}, "--optim").with_offload(offload)
-    optimizer = spec.build(parameter_groups(model, 0.1), 1e-3)
+    groups, units = parameter_groups(model, 0.1), decoder_units(model) if moved else ()
+    parallel = DataParallel(model, quantized, Mesh(), units=units, host_gradients=moved)
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
+    optimizer = spec.build(groups, 1e-3)
+    optimizer.place(parallel.placements)
     quantized.track_versions(optimizer)
-    share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
-    forward = language_forward(model, None)
-    graphs = StepGraphs(model, forward, quantized) if graphed else None
+    share_amax(optimizer, quantized, parallel)
+    forward, same = language_forward(model, None), {"parallel": parallel}
+    graphs = StepGraphs(model, forward, quantized, parallel) if graphed else None
     seen = []
     for step in range(STEPS):
         rows = 2 if step == odd_step else 4
-        found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
+        read = batches(step, accumulation, rows, **kind)
+        found = compute_gradients(model, forward, quantized, read, step, graphs, **same)
         seen.append((found.loss, found.norm_value))
         if step == changed_step:
             with torch.no_grad():
                 quantized.linears[0].weight.mul_(2)
             quantized.linears[0].weight.grad = None
-        apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
-    return seen, [p.detach().clone() for p in model.parameters()], graphs
+        apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs, **same)
+    torch.cuda.synchronize()
+    return seen, [parallel.master(p).detach().to(device, copy=True) for p in model.parameters()], graphs
 
 
 @pytest.mark.gpu
@@ -130,6 +144,32 @@ def test_what_is_in_host_memory_changes_no_bits(scheme, recompute, offload):
         assert moved == ordinary
         assert all(torch.equal(a, b) for a, b in zip(weights, weights_moved, strict=True))
     assert len(graphs._micro_steps) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme,options",
+    [
+        ("bf16", {}),
+        ("int8", {"stochastic_rounding": True}),
+        ("fp8_tensorwise", {"scaling": "delayed"}),
+        ("fp8_blockwise", {}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("offload", [("weights", "gradients"), tuple(OFFLOAD_NAMES)], ids=",".join)
+def test_weights_and_gradients_in_host_memory_change_no_bits(scheme, options, accumulation, offload, monkeypatch):
+    """Those of an embedding and a quantized head of their own too; in several pieces and buckets, on four streams."""
+    monkeypatch.setattr(host_gradients, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(optim_offload, "BUCKET_BYTES", 400_000)
+    deep = {"recompute": "full", "layers": 6, "tied": False, "quantize_head": True}
+    deep |= {"master": "fp32"} if "master" in offload else {}
+    ordinary, weights, _ = train(scheme, options, accumulation, graphed=False, **deep)
+    for graphed in (False, True):
+        moved, weights_moved, graphs = train(scheme, options, accumulation, graphed=graphed, offload=offload, **deep)
+        assert moved == ordinary
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_moved, strict=True))
+    assert len(graphs._micro_steps) == min(accumulation, 2)
 
 
 @pytest.mark.gpu
