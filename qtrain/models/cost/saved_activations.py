@@ -151,6 +151,11 @@ def saved_per_token(
     return kept | attention(shape) | mlp
 
 
+def mlp_tensors(config: ModelConfig, compiled: bool, element: int, low_bit: LowBitBytes) -> set[str]:
+    """Names of those tensors that the dense MLP of a layer keeps, where nothing is recomputed."""
+    return set(_mlp(LayerShape(config, frozenset(), compiled, element, low_bit)))
+
+
 class LayerShape(NamedTuple):
     """The arguments of `saved_per_token`."""
 

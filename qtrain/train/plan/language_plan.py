@@ -243,6 +243,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         in_backward=settings.optimizer_in_backward,
         residuals_on_host="residuals" in checked.offload,
         weights_on_host="weights" in checked.offload,
+        mlp_chunks=settings.mlp_chunks,
     )
 
 

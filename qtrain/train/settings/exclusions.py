@@ -23,6 +23,7 @@ from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
+from qtrain.train.settings.recompute import recompute_kinds
 from qtrain.train.settings.settings import (
     OFFLOAD_NAMES,
     BatchGeometry,
@@ -261,6 +262,14 @@ RUN_EXCLUSIONS = (
     Exclusion("--recompute", "--model_impl hf", lambda o: o.has("recompute") and _transformers(o),
         "layers of transformers' own models recompute the sets of --activation_checkpointing only",
         "; use that, or --model_impl native"),
+    Exclusion("--mlp_chunks", "--model_impl hf", lambda o: bool(o.get("mlp_chunks")) and _transformers(o),
+        "only layers of qtrain's own decoder run in chunks", "; use --model_impl native, or leave it out"),
+    Exclusion("--mlp_chunks", "no --recompute block",
+        lambda o: bool(o.get("mlp_chunks")) and "block" not in recompute_kinds(o.settings),
+        "{mlp_chunks}, but only layers that are recomputed as a whole run in chunks",
+        "; add --recompute '[\"block\"]', or leave it out"),
+    Exclusion("--mlp_chunks", "--tp", lambda o: bool(o.get("mlp_chunks")) and o.settings.tp > 1,
+        "{mlp_chunks}, but the ranks of --tp {tp} exchange the tokens of whole layers", "; leave one of them out"),
     # ---- adapters ----
     *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
           "recomputed layers would drop other values", "; set dropout to 0")

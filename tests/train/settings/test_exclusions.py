@@ -83,6 +83,21 @@ CASES = {
         {"recompute": ("norm",), "model_impl": "hf"},
         {"model_impl": "native"},
     ),
+    ("--mlp_chunks", "--model_impl hf"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "activation_checkpointing": "full", "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
+    ("--mlp_chunks", "no --recompute block"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "recompute": ("ffn",)},
+        {"recompute": ("block",)},
+    ),
+    ("--mlp_chunks", "--tp"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "activation_checkpointing": "full", "tp": 2},
+        {"tp": 1},
+    ),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
