@@ -92,6 +92,12 @@ def test_in_bf16_the_gradients_are_as_near_to_fp64_as_those_of_all_tokens(lora):
         assert errors[0] <= 1.02 * errors[1] + 1e-4, (name, errors)
 
 
+def test_gradients_of_many_chunks_are_added_in_fp32():
+    """To one rounding to bf16 of those of all tokens; added in bf16 they would be three times as far."""
+    expected, found = both(drawn(source_of("llama2", **WIDE), dtype=torch.bfloat16), 40, length=2560)
+    assert_close(found, expected, 0.003)
+
+
 SCHEMES_OF_ROWS = ("int8", "fp8_rowwise", "fp8_blockwise", "int8_weight", "mxfp8", "bitnet")
 
 
