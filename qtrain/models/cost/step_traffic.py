@@ -35,7 +35,8 @@ def moved_bytes(
 def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
     read = count_parameters(config).total * (2.0 if any(n.codes for n in low_bit.layer.values()) else 2 * step.element)
-    return read + trained.bytes * (2 if step.accumulates else 1)
+    remade = sum(n.layers * n.weights * low_bit.layer[name].remade for name, n in layer_linears(config).items())
+    return read + remade + trained.bytes * (2 if step.accumulates else 1)
 
 
 def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:

@@ -22,6 +22,7 @@ from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto
+from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
 from qtrain.train.settings.recompute import recompute_kinds
 from qtrain.train.settings.settings import (
@@ -255,6 +256,9 @@ RUN_EXCLUSIONS = (
           "has no effect on a CPU, whose memory is the host's")
       for option, given in (("--offload", lambda o: o.settings.offload),
                             ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
+    _note("--weight_codes", "--quantize without a second layout that follows from the first",
+        lambda o: o.has("weight_codes") and not isinstance(o.scheme, Auto) and not has_two_layouts(o.scheme),
+        "has no effect: no transposed codes of weights that follow from the others"),
     # ---- recomputation ----
     Exclusion("--recompute", "--activation_checkpointing",
         lambda o: o.has("recompute") and o.has("activation_checkpointing"),

@@ -73,6 +73,11 @@ CASES = {
     ),
     ("--offload", "a CPU"): (PRETRAIN, {"offload": ("m",)}, {"offload": ()}),
     ("--optim_kwargs.offload", "a CPU"): (PRETRAIN, {"optim_kwargs": {"offload": True}}, {"optim_kwargs": None}),
+    ("--weight_codes", "--quantize without a second layout that follows from the first"): (
+        PRETRAIN,
+        {"weight_codes": "one", "quantize": "int8"},
+        {"quantize": "fp8_tensorwise"},
+    ),
     ("--recompute", "--activation_checkpointing"): (
         PRETRAIN,
         {"recompute": ("norm",), "activation_checkpointing": "full"},
