@@ -14,10 +14,13 @@ from torch.nn import functional as F
 
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
+from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.mx import mx_mm
 from qtrain.kernels.quantize.nf4_to_8bit import nf4_to_8bit
+from qtrain.quant.quantizers import quantize_columns
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
@@ -95,6 +98,8 @@ def multiply(
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         if b.format.fmt == "nf4":
             b = _nf4_in_8_bits(gemm, a, b)
+        elif gemm == "grad_input" and b.format.sum_dim == 0:
+            b = _other_layout(b)
         key = a.format.fmt, a.format.granularity, b.format.fmt, b.format.granularity
         return PRODUCTS[key](a, b, dtype, bias, fast_accum)
     # dy in high precision, w stored in low bits.
@@ -110,6 +115,15 @@ def _nf4_in_8_bits(gemm: Gemm, a: QuantizedTensor, w: QuantizedTensor) -> Quanti
     """The codes of w in a's format, K-major, of which this product alone has use: w is frozen, and stays in 4 bits."""
     codes, scale = nf4_to_8bit(w.codes, w.scale, 2 * w.codes.shape[1], a.format.fmt, gemm == "grad_input")
     return QuantizedTensor(codes, scale, OperandFormat(a.format.fmt, "rowwise"))
+
+
+def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
+    """The codes of w K-major, of which this product alone has use: of blocks that are square, or the whole tensor, the
+    same codes; under scales of rows those of its values, with scales of columns."""
+    fmt = w.format._replace(sum_dim=1)
+    if fmt.granularity == "rowwise":
+        return quantize_columns(w.dequantize(torch.float32), fmt, NEAREST, False)
+    return QuantizedTensor(transpose_8bit(w.codes), w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
 
 
 def _read_after(dy: Tensor, w: QuantizedTensor) -> QuantizedTensor:

@@ -86,6 +86,10 @@ class LowBitScheme(Scheme):
     sub_norm: bool = False
     """Whether the input of every linear is normalized; a native decoder adds the norms that it lacks."""
 
+    one_weight_layout: bool = False
+    """Whether `grad_input` makes the transposed codes of a weight itself, from those that `output` reads
+    (`weight_codes.in_one_layout`)."""
+
     def __post_init__(self) -> None:
         """UserError for stochastic rounding of a GEMM in high precision."""
         named = self.stochastic_rounding if isinstance(self.stochastic_rounding, tuple) else ()
@@ -109,6 +113,8 @@ class LowBitScheme(Scheme):
         # The GEMM that reads the tensor along its rows, the one that reads it along its columns, and as which operand.
         (row_gemm, i), (column_gemm, j) = READERS[name]
         rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
+        if name == "w" and self.one_weight_layout:
+            columns = columns._replace(sum_dim=0)
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
     def gemm_dtypes(self) -> dict[Gemm, str]:

@@ -19,7 +19,7 @@ from qtrain.quant.grouped_table import emulates_grouped
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
-from qtrain.quant.weight_codes import scales_by_amax
+from qtrain.quant.weight_codes import in_one_layout, scales_by_amax
 from qtrain.tensors.lazy import initial_value, is_lazy, make_lazy, materialize, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -75,6 +75,11 @@ class LinearChoice:
     def stored(self) -> bool:
         """Whether the weight itself is kept in low bits."""
         return self.scheme is not None and self.scheme.stored_format is not None
+
+    @property
+    def in_one_layout(self) -> LowBitScheme | None:
+        """`scheme` with one layout of the weight's codes, where it can have it; products of groups read both."""
+        return in_one_layout(self.scheme) if self.scheme is not None and self.groups == 1 else self.scheme
 
     @property
     def emulated(self) -> bool:
@@ -213,6 +218,7 @@ def quantize_linears(
     min_size: int = 0,
     realize: bool = True,
     shared: Callable[[str], SharedWeight | None] = lambda name: None,
+    one_weight_layout: bool = False,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
@@ -222,7 +228,8 @@ def quantize_linears(
 
     min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
-    model cannot have. shared: the linears of which other processes hold other parts, by name.
+    model cannot have. shared: the linears of which other processes hold other parts, by name. one_weight_layout: keep
+    one layout of weights' codes, where the other follows from it (`weight_codes.in_one_layout`).
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
@@ -244,7 +251,8 @@ def quantize_linears(
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
             if realize:
                 materialize(linear.weight)
-            swapped = _swap(linear, choice.scheme, key, parts[number])
+            own = choice.in_one_layout if one_weight_layout else choice.scheme
+            swapped = _swap(linear, own, key, parts[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)

@@ -4,6 +4,7 @@ forward, backward and recompute.
 Where both operands follow from one set of codes, processes may exchange those in place of the weight (`wire_format`).
 """
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.quant.scales import Reduce, reduce_all, scale_of_statistic, tensor_statistic
-from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.scheme import LowBitScheme, Scheme
 from qtrain.quant.tensor_roles import FormatPair
 from qtrain.tensors.lazy import allocate
 from qtrain.tensors.quantized_tensor import (
@@ -110,6 +111,27 @@ def spanning_format(scheme: LowBitScheme) -> OperandFormat | None:
     return next(
         (fmt for fmt in _quantized_formats(scheme) if fmt is not None and fmt.granularity == "tensorwise"), None
     )
+
+
+def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
+    """The scheme with one layout of a weight's codes, from which `grad_input` makes those that it reads, with the same
+    bits; the scheme itself where there is no second layout, or where it does not follow from the first."""
+    rows, columns = scheme.formats_of("w")
+    if rows is None or columns is None or columns.sum_dim == 0:
+        return scheme
+    # Scales of rows and of columns are of different values: those of columns follow from a stored weight alone.
+    stored = scheme.stored_format is not None and rows == STORED_FORMATS[scheme.stored_format]
+    if wire_format(scheme) is None and not (stored and columns.granularity == "rowwise"):
+        return scheme
+    one = copy.copy(scheme)
+    object.__setattr__(one, "one_weight_layout", True)  # no option of a scheme, and so no field
+    return one
+
+
+def has_two_layouts(scheme: Scheme) -> bool:
+    """Whether `in_one_layout` leaves out a layout of some linear."""
+    schemes = [part for _, part in scheme.parts() if isinstance(part, LowBitScheme)]
+    return any(in_one_layout(part) is not part for part in schemes)
 
 
 # ---- computing them --------------------------------------------------------------------------------------------------

@@ -105,6 +105,16 @@ def test_adapters_on_weights_in_host_memory_train_resume_and_export_the_same():
         assert all(torch.equal(other[key], exported[0][key]) for key in other)
 
 
+def test_layers_in_chunks_take_their_inputs_and_weights_from_the_host():
+    """512 tokens in two chunks, of adapters; and where the optimizer runs in the backward pass, of all weights."""
+    settings = {"seq_len": 256, "activation_checkpointing": "full", "mlp_chunks": 2}
+    assert_same_run(tune("there", (), **settings), tune("moved", ("weights", "residuals"), **settings))
+    settings |= {"micro_batch_size": 4, "clip_grad_norm": 0, "dtype": "bf16"}
+    after, within = (run(str(way), None, optimizer_in_backward=way, **settings) for way in (False, True))
+    assert_same_run(after, within)
+    assert_same_run(after, run("host", ("residuals",), **settings))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_on_a_gpu_too_compiled_or_recorded(graphs):
@@ -112,6 +122,8 @@ def test_on_a_gpu_too_compiled_or_recorded(graphs):
     settings = {"device": "cuda", "compile": True, "cuda_graphs": graphs, "n_steps": 8, "ckpt_interval": 4}
     settings |= {"activation_checkpointing": "full"}
     assert_same_run(tune("without", (), **settings), tune("with", ("weights", "residuals", "m"), **settings), steps=9)
+    chunked = {**settings, "mlp_chunks": 2, "seq_len": 256}
+    assert_same_run(tune("chunks", (), **chunked), tune("and", ("weights", "residuals"), **chunked), steps=9)
     assert_same_run(run("all", None, **settings), run("moved", ALL, **settings), steps=9)
 
 

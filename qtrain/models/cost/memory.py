@@ -23,6 +23,9 @@ Where layers' inputs are in host memory (`models/native/residual_offload.py`), a
 device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
 
 Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most.
+Where MLPs run in chunks of t tokens (`models/native/mlp_chunks.py`), a layer's own tensors are those of attention, of
+all tokens; the stream after attention, whose memory its gradient takes over; and either those of the MLP and of its
+backward, of t tokens, or attention's temporaries. Several chunks add the gradients of the MLP's weights in fp32.
 """
 
 import dataclasses
@@ -37,11 +40,13 @@ from qtrain.models.cost.saved_activations import (
     LinearBytes,
     LowBitBytes,
     layer_kinds,
+    mlp_tensors,
     rows_per_token,
     saved_per_token,
 )
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
+from qtrain.models.native.mlp_chunks import mlp_chunk_rows
 from qtrain.models.native.recompute import Kinds
 
 CUDA_WORKSPACE = 96 * 2**20
@@ -53,7 +58,8 @@ class StepShape:
     """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
     are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
-    gradients_on_host: so are the weights that train, and the sums of their gradients."""
+    gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of dense
+    MLPs, with the kind `block`; 0: all at once."""
 
     micro_batch_size: int
     seq_len: int
@@ -66,10 +72,16 @@ class StepShape:
     residuals_on_host: bool = False
     weights_on_host: bool = False
     gradients_on_host: bool = False
+    mlp_chunks: int = 0
 
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def mlp_rows(self) -> int:
+        """Tokens that a dense MLP reads at once."""
+        return min(self.tokens, mlp_chunk_rows(self.tokens, self.mlp_chunks)) if self.mlp_chunks else self.tokens
 
 
 class RankShare(NamedTuple):
@@ -191,13 +203,20 @@ def estimate_memory(
     trained = trained or all_of(config, step.element)
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
-    def kept(kind: LayerKind, kinds: Kinds) -> float:
+    def tensors(kind: LayerKind, kinds: Kinds) -> dict[str, float]:
         saved = saved_per_token(config, kinds, step.compiled, step.element, low_bit, kind.rows)
-        return sum(trained.kept(saved, step.element, kind.rows, kinds).values())
+        return trained.kept(saved, step.element, kind.rows, kinds)
+
+    def kept(kind: LayerKind, kinds: Kinds) -> float:
+        return sum(tensors(kind, kinds).values())
 
     kinds = layer_kinds(config, step.tokens)
     saved = {kind: kept(kind, step.recompute) for kind in kinds}
     recomputed = max(0.0, *(kept(kind, frozenset()) - saved[kind] for kind in kinds))
+    in_mlp = 0.0
+    if step.mlp_chunks:
+        of_mlp = mlp_tensors(config, step.compiled, step.element, low_bit)
+        in_mlp = sum(size for name, size in tensors(kinds[0], frozenset()).items() if name in of_mlp)
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
@@ -207,7 +226,7 @@ def estimate_memory(
     built = weights - trained.added_bytes(step.element)
     build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
     loss = _loss_bytes(config, step, low_bit, trained)
-    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
+    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed, in_mlp)
     head_bytes = step.element * _head_elements(config, trained)
     if reshards:
         full = full_shard_memory(
@@ -337,10 +356,10 @@ def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
 
 
 def _backward_bytes(
-    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float
+    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float, of_mlp: float
 ) -> tuple[float, float]:
     """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
-    that backward computes again."""
+    that backward computes again; of_mlp: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
@@ -357,9 +376,16 @@ def _backward_bytes(
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
     input_widths = config.qkv_size if config.mla is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + input_widths * element
-    if not rows:
-        in_attention -= (3 * inner + c) * element
-    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
+    if step.mlp_chunks and not rows:
+        # The gradient that comes in; of a chunk its input, and the gradient of that.
+        at_chunk = tokens * c * element + step.mlp_rows * (of_mlp + in_mlp + 2 * c * element)
+        sums = trained.mlp_elements(config) * trained.element
+        at_chunk += sums + (step.mlp_rows < tokens) * trained.mlp_elements(config) * 4
+        in_layer = max(at_chunk, tokens * (2 * c * element + in_attention) + sums) + tokens * (recomputed - of_mlp)
+    else:
+        if not rows:
+            in_attention -= (3 * inner + c) * element
+        in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
     in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
     in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
     return in_layer, in_head

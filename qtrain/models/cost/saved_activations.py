@@ -78,7 +78,8 @@ class LinearBytes:
     """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
     backward keeps instead of the input (None: the input itself).
 
-    temporary: of the whole weight while it is read, dequantized or in the codes of one product. codes_only: codes are
+    temporary: of the whole weight while it is read, dequantized or in the codes of one product. remade: those that are
+    read and written for such codes in each micro-batch, where they take the place of kept ones. codes_only: codes are
     all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
     place; 0: the weight itself.
     """
@@ -87,6 +88,7 @@ class LinearBytes:
     codes: float = 0.0
     kept_input: float | None = None
     temporary: float = 0.0
+    remade: float = 0.0
     codes_only: bool = False
     wire: float = 0.0
 
@@ -149,6 +151,11 @@ def saved_per_token(
     attention = _latent_attention if config.mla else _attention
     mlp = _mixture(shape, rows) if rows else _mlp(shape)
     return kept | attention(shape) | mlp
+
+
+def mlp_tensors(config: ModelConfig, compiled: bool, element: int, low_bit: LowBitBytes) -> set[str]:
+    """Names of those tensors that the dense MLP of a layer keeps, where nothing is recomputed."""
+    return set(_mlp(LayerShape(config, frozenset(), compiled, element, low_bit)))
 
 
 class LayerShape(NamedTuple):

@@ -1,14 +1,14 @@
 """Bytes of device memory that a step reads and writes because of settings that only move memory.
 
 They tell such settings apart: products run at the same rate whatever the micro-batch, but each micro-batch reads all
-weights and adds to all gradients, each chunk of the loss adds to the head's gradient, and what is not kept is computed
-again. What all settings have in common is left out.
+weights and adds to all gradients, each chunk of the loss adds to the head's gradient, each chunk of an MLP reads its
+weights, and what is not kept is computed again. What all settings have in common is left out.
 """
 
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes
 from qtrain.models.cost.memory import StepShape
-from qtrain.models.cost.parameters import count_parameters
+from qtrain.models.cost.parameters import count_parameters, layer_linears
 from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
@@ -26,6 +26,7 @@ def moved_bytes(
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
         + _recomputed(config, step, low_bit)
+        + _mlp_chunks(config, step, low_bit, trained)
         + _residuals(config, step)
         + _host_weights(config, step, low_bit)
     )
@@ -34,7 +35,8 @@ def moved_bytes(
 def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
     read = count_parameters(config).total * (2.0 if any(n.codes for n in low_bit.layer.values()) else 2 * step.element)
-    return read + trained.bytes * (2 if step.accumulates else 1)
+    remade = sum(n.layers * n.weights * low_bit.layer[name].remade for name, n in layer_linears(config).items())
+    return read + remade + trained.bytes * (2 if step.accumulates else 1)
 
 
 def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
@@ -44,6 +46,20 @@ def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, tra
     # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
     of_chunk = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
     return chunks * config.vocab_size * config.hidden_size * of_chunk
+
+
+def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    chunks = -(-step.tokens // step.mlp_rows)
+    if chunks == 1 or config.moe_layers:
+        return 0.0
+    of_chunk = 0.0
+    for name in ("gate_up", "down_proj"):
+        linear, weights = low_bit.layer[name], layer_linears(config)[name].weights
+        # Read by the forward pass, again in the backward pass, and by that itself; what is dequantized is written too.
+        of_chunk += 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
+    # The sum in fp32 is read and written, and a chunk's gradient is a tensor of its own before that.
+    of_chunk += trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
+    return (chunks - 1) * config.num_hidden_layers * of_chunk
 
 
 def _residuals(config: ModelConfig, step: StepShape) -> float:

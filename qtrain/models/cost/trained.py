@@ -112,6 +112,14 @@ class TrainedPart:
             found["scaled by DoRA"] = element * scaled
         return found
 
+    def mlp_elements(self, config: ModelConfig) -> int:
+        """Elements that have a gradient of the two linears of a dense MLP."""
+        names = "gate_up", "down_proj"
+        if not self.adapters:
+            return sum(n.weights for name, n in layer_linears(config).items() if name in names)
+        adapters = [a for a in self.adapters if a.name in names]
+        return sum(a.columns * a.in_features + a.columns // len(a.rows) * sum(a.rows) for a in adapters)
+
     def flops(self, flops: Mapping[str, float]) -> dict[str, float]:
         """FLOPs per token by kind, given those of a model in which everything trains."""
         if not self.adapters:

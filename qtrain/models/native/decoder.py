@@ -6,6 +6,7 @@ larger. Linears are always called as modules, so they can be swapped for quantiz
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from qtrain.models.native.expert_load import ExpertLoad
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
+from qtrain.models.native.mlp_chunks import run_in_chunks
 from qtrain.models.native.moe import MoE, Routed
 from qtrain.models.native.recompute import Kinds, LayerRegions
 from qtrain.models.native.residual_offload import ResidualOffload
@@ -27,7 +29,8 @@ from qtrain.tensors.partition import Partition, Parts
 
 class DecoderLayer(nn.Module):
     """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. router_losses: of a mixture; None: the
-    MLP is a dense one. `regions`: what its backward recomputes instead of keeping."""
+    MLP is a dense one. `regions`: what its backward recomputes instead of keeping. `mlp_chunks`: the chunks of tokens
+    that a dense MLP runs in, if the layer is recomputed as a whole; 0: all tokens at once."""
 
     def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
@@ -36,14 +39,29 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config) if router_losses is None else MoE(config, router_losses)
         self.regions = LayerRegions()
+        self.mlp_chunks = 0
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
+        if self.mlp_chunks:
+            return run_in_chunks(self, x, info, self.mlp_chunks)
         return self.regions.layer(self._forward, x, info)
 
     def _forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
-        x = x + self.regions.attention(self.attn, self.attn_norm(x), info)
+        return self.mlp_half(self.attention_half(x, info), info)
+
+    def attention_half(self, x: Tensor, info: SequenceInfo) -> Tensor:
+        return x + self.regions.attention(self.attn, self.attn_norm(x), info)
+
+    def mlp_half(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor | Routed:
         y, *router_out = outputs(self.regions.mlp(self.mlp, self.mlp_norm(x), info))
         return (x + y, *router_out) if router_out else x + y
+
+    def compile(self, **options: Any) -> None:
+        if not self.mlp_chunks:
+            super().compile(**options)
+            return
+        self.attention_half = torch.compile(self.attention_half, **options)
+        self.mlp_half = torch.compile(self.mlp_half, **options)
 
 
 def outputs(layer_out: Tensor | Routed) -> tuple[Tensor, ...]:
@@ -152,6 +170,12 @@ class Decoder(nn.Module):
     def set_recompute(self, kinds: Kinds) -> None:
         for layer in self.layers:
             layer.regions = LayerRegions.of(kinds)
+
+    def set_mlp_chunks(self, chunks: int) -> None:
+        """Run the MLPs of layers that are recomputed as a whole in so many chunks of tokens; mixtures run as before. To
+        be called before layers are compiled."""
+        for layer in self.layers:
+            layer.mlp_chunks = chunks if isinstance(layer.mlp, MLP) else 0
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None

@@ -43,6 +43,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         min_size=settings.quantize_min_size,
         realize=prepared.mesh.shard == 1 and not prepared.reshards,
         shared=architecture.shared_weight,
+        one_weight_layout=settings.weight_codes == "one",
     )
     assert quantized.choices == list(prepared.linears), "the swap is not the planned one"
     return model, quantized

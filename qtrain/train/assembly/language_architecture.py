@@ -54,6 +54,10 @@ class LanguageArchitecture(Architecture):
         config = source.model_config() if settings.model_impl == "native" else None
         refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
+        if settings.mlp_chunks and config.moe_layers:
+            raise UserError(
+                f"--mlp_chunks: {settings.model} is a mixture of experts, which does not run in chunks; leave it out."
+            )
         check_mesh(config, mesh, settings.sequence_parallel, settings.model)
         parts = None
         if mesh.model_group is not None:
@@ -130,6 +134,8 @@ class LanguageArchitecture(Architecture):
 
     def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
         apply_recompute(model, recompute_kinds(settings))
+        if settings.mlp_chunks:
+            model.set_mlp_chunks(settings.mlp_chunks)
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)

@@ -1,9 +1,9 @@
 """Settings that only move memory, chosen so that a step is the fastest that fits (`--fit auto`, a plan's advice).
 
-They are the micro-batch (with as much accumulation as the batch needs), chunks of the loss, recomputation, and what is
-in host memory. None of them changes a result by more than the order of sums, so they are the trainer's to
-choose; the optimizer, the scheme and the length of sequences are the user's. The plan tells them apart: what they take,
-and what they add to a step (`Plan.step_seconds`).
+They are the micro-batch (with as much accumulation as the batch needs), chunks of the loss and of MLPs, recomputation,
+what is in host memory, and layouts of weights' codes. None of them changes a result by more than the order of sums, so
+they are the trainer's to choose; the optimizer, the scheme and the length of sequences are the user's. The plan tells
+them apart: what they take, and what they add to a step (`Plan.step_seconds`).
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import host_memory
 from qtrain.models.native.loss import chunk_rows
+from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.exclusions import Options, check_exclusions
@@ -26,6 +27,9 @@ from qtrain.train.settings.settings import LanguageSettings, TrainSettings, batc
 LOSS_CHUNKS = (0, 1, 2, 4, 8, 16, 32)
 FEWEST_ROWS, MOST_ROWS = 512, 131072
 """Tokens of a chunk of the loss at least, of a micro-batch at most: fewer make slow products, more no faster ones."""
+MLP_CHUNKS = (4, 8, 16, 32)
+FEWEST_MLP_ROWS = 8192
+"""Tokens of a chunk of an MLP at least: products of fewer are slower, and activations of more are what takes memory."""
 RECOMPUTED = (
     (),
     ("swiglu",),
@@ -74,18 +78,31 @@ def candidates(
 ) -> Iterator[Candidate]:
     """What the run may be with other settings of memory, but for those that cannot be the fastest that fits.
     keep_given: those that the user has given stay."""
-    for group in _groups(checked, keep_given):
-        # The first is the fastest of its group, the last takes least: where that does not fit, none does.
-        ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
-        yield from (end for end in ends if end is not None)
-        if ends[0] is None or ends[0].fits or ends[1] is None or not ends[1].fits:
-            continue
-        for by_chunks in group:
-            tried = [_candidate(checked, flags, plan_of) for flags in by_chunks]
-            fitting = [candidate for candidate in tried if candidate is not None and candidate.fits]
-            yield from fitting[:1]  # more chunks only cost more
-            if fitting and fitting[0] is tried[0]:
-                break  # what comes next recomputes more
+    for alternatives in _groups(checked, keep_given, lambda: plan_of(checked).active is None):
+        for group in alternatives:
+            found = list(_of_group(checked, group, plan_of))
+            yield from found
+            if found and found[0].fits and found[0].flags == group[0][0]:
+                break  # the fastest of all alternatives
+
+
+def _of_group(
+    checked: CheckedSettings, group: list[list[Flags]], plan_of: Callable[[CheckedSettings], Plan]
+) -> Iterator[Candidate]:
+    # The first is the fastest of its group, the last takes least: where that does not fit, none does.
+    ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
+    yield from (end for end in ends if end is not None)
+    if ends[0] is None or ends[0].fits or ends[1] is None or not ends[1].fits:
+        return
+    for by_chunks in group:
+        first, last = (_candidate(checked, flags, plan_of) for flags in (by_chunks[0], by_chunks[-1]))
+        if first is not None and first.fits:
+            yield first
+            break  # what comes next recomputes more
+        if last is not None and last.fits:
+            between = (_candidate(checked, flags, plan_of) for flags in by_chunks[1:-1])
+            # More chunks only cost more.
+            yield next((candidate for candidate in between if candidate is not None and candidate.fits), last)
 
 
 def _candidate(checked: CheckedSettings, flags: Flags, plan_of: Callable[[CheckedSettings], Plan]) -> Candidate | None:
@@ -151,9 +168,13 @@ def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSetti
     )
 
 
-def _groups(checked: CheckedSettings, keep_given: bool) -> Iterator[list[list[dict[str, Any]]]]:
+def _groups(
+    checked: CheckedSettings, keep_given: bool, dense: Callable[[], bool]
+) -> Iterator[list[list[list[dict[str, Any]]]]]:
     """Flags by which settings differ from those of `checked`: for each micro-batch and what is in host memory a group
-    of what is recomputed, the least first, each with chunks of the loss, the fewest first."""
+    of what is recomputed, the least first, each with chunks of the loss, the fewest first; and this for each choice of
+    layouts of weights' codes, the fastest first. dense: whether the model is no mixture, asked of long micro-batches
+    only."""
     settings = checked.settings
     rows = getattr(settings, "seq_len", 1)
     given = keep_given and (settings.micro_batch_size or settings.gradient_accumulation)
@@ -162,23 +183,31 @@ def _groups(checked: CheckedSettings, keep_given: bool) -> Iterator[list[list[di
     per_rank = settings.batch_size // checked.geometry.world
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
 
+    unchunked = {} if keep_given else {"mlp_chunks": 0}
+
     def flags(micro: int | None, recomputed: Flags, chunks: int, moved: Flags) -> dict[str, Any]:
-        found = {**recomputed, "loss_chunks": chunks, **moved}
+        found = {**unchunked, **recomputed, "loss_chunks": chunks, **moved}
         if micro is not None:
             found["micro_batch_size"] = micro
             found["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
         return {key: value for key, value in found.items() if value != getattr(settings, key, value)}
 
-    of_recompute = _recomputed(settings, keep_given)
-    in_full = [found for found in of_recompute if "block" in recompute_kinds(replace(settings, **found))]
     for micro in [None] if fixed else sizes:
         tokens = (micro or per_rank) * rows
+        of_recompute = _recomputed(settings, keep_given)
+        in_full = [found for found in of_recompute if "block" in recompute_kinds(replace(settings, **found))]
+        mlp_chunks = _mlp_chunks(settings, (micro or checked.geometry.micro_batch_size) * rows, keep_given, dense)
+        chunked = [{**found, "mlp_chunks": chunks} for found in in_full for chunks in mlp_chunks]
+        of_recompute, in_full = of_recompute + chunked, in_full + chunked
         for names, moved in _moved(checked, keep_given):
             # Layers' inputs are worth their way where they are all that is kept.
             if recomputed := in_full if "residuals" in names else of_recompute:
                 yield [
-                    [flags(micro, found, chunks, moved) for chunks in _chunks(settings, tokens, keep_given)]
-                    for found in recomputed
+                    [
+                        [flags(micro, found, n, {**moved, **codes}) for n in _chunks(settings, tokens, keep_given)]
+                        for found in recomputed
+                    ]
+                    for codes in _weight_codes(checked, keep_given)
                 ]
 
 
@@ -204,6 +233,13 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
+def _weight_codes(checked: CheckedSettings, keep_given: bool) -> list[Flags]:
+    """The layouts of weights' codes, the fastest first."""
+    if (keep_given and checked.settings.weight_codes != "both") or not has_two_layouts(checked.scheme):
+        return [{}]
+    return [{"weight_codes": codes} for codes in ("both", "one")]
+
+
 def _own_decoder(settings: TrainSettings) -> bool:
     return isinstance(settings, LanguageSettings) and settings.model_impl == "native"
 
@@ -222,6 +258,14 @@ def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any
         return [{"activation_checkpointing": name} for name in ("none", "full")]
     by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
     return [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+
+
+def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: Callable[[], bool]) -> list[int]:
+    """Chunks that MLPs may run in besides none, the fewest first."""
+    if not _own_decoder(settings) or settings.tp > 1 or (keep_given and settings.mlp_chunks):
+        return []
+    numbers = [chunks for chunks in MLP_CHUNKS if tokens // chunks >= FEWEST_MLP_ROWS]
+    return numbers if numbers and dense() else []
 
 
 def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]:

@@ -27,7 +27,7 @@ from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Figures, Plan, make_plan
-from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
+from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, other_layout_bytes, weight_bytes
 from qtrain.train.plan.sharding import fullest_share
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
@@ -254,6 +254,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         residuals_on_host="residuals" in checked.offload,
         weights_on_host="weights" in checked.offload,
         gradients_on_host="gradients" in checked.offload,
+        mlp_chunks=settings.mlp_chunks,
     )
 
 
@@ -265,11 +266,13 @@ def _low_bit_bytes(
 ) -> LowBitBytes:
     element = checked.dtype.itemsize
     # Layers are alike: the scheme of a linear is that of its kind.
-    schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
+    kinds = {linear_key(linear.name): linear for linear in linears if not linear.is_head}
+    one = checked.settings.weight_codes == "one"
+    schemes = {key: linear.in_one_layout if one else linear.scheme for key, linear in kinds.items()}
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
     frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
-    head = next((linear.scheme for linear in linears if linear.is_head), None)
+    head = next((linear.in_one_layout if one else linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
     # Of a mixture the experts decide, which are most of the layer.
     main = "experts." if model_config.moe_layers else ""
@@ -344,11 +347,13 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_f
     operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
     read = [element if other is None else float(w.fmt == "nf4") for other, w in operands if w is not None]
+    made = other_layout_bytes(scheme)
     return LinearBytes(
         weight=weight_bytes(scheme, element),
         codes=code_bytes(scheme),
         kept_input=None if adapted or kept == element else kept,
         codes_only=reads_codes_only(scheme) and not in_full,
         wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
-        temporary=max(read, default=0.0),
+        temporary=max(*read, made.kept, 0.0),
+        remade=made.moved,
     )

@@ -1,5 +1,7 @@
 """What a scheme's declaration says of memory: bytes of a weight, of its codes, of the input that backward keeps."""
 
+from typing import NamedTuple
+
 from qtrain.quant import LowBitScheme
 from qtrain.tensors.stored_weight import STORED_FORMATS
 
@@ -17,6 +19,21 @@ def code_bytes(scheme: LowBitScheme) -> float:
     if scheme.stored_format is not None and rows is not None and rows == STORED_FORMATS[scheme.stored_format]:
         rows = None  # the stored weight's own
     return sum(fmt.bytes_per_element for fmt in (rows, columns) if fmt)
+
+
+class OtherLayout(NamedTuple):
+    """Bytes per element of transposed codes that a product makes: at once, and read and written."""
+
+    kept: float = 0.0
+    moved: float = 0.0
+
+
+def other_layout_bytes(scheme: LowBitScheme) -> OtherLayout:
+    """What --weight_codes one costs."""
+    if not scheme.one_weight_layout:
+        return OtherLayout()
+    # Codes of a stored weight: by way of its values in fp32, which are read for their scales, and again.
+    return OtherLayout(5.0, 1.0 + 4 + 2 * 4 + 1) if scheme.stored_format else OtherLayout(1.0, 2.0)
 
 
 def kept_input_bytes(scheme: LowBitScheme, element: int) -> float:

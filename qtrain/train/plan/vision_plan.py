@@ -71,11 +71,12 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
     kept = cost.kept * element / next(model.parameters()).element_size()
     weights, codes = element * parameters, 0.0
     for linear in linears:
-        if linear.scheme is not None:
+        scheme = linear.in_one_layout if settings.weight_codes == "one" else linear.scheme
+        if scheme is not None:
             inputs = cost.linear_rows.get(linear.name, 0) * linear.in_features
-            kept += inputs * (kept_input_bytes(linear.scheme, element) - element)
-            weights += linear.weights * (weight_bytes(linear.scheme, element) - element)
-            codes += linear.weights * code_bytes(linear.scheme)
+            kept += inputs * (kept_input_bytes(scheme, element) - element)
+            weights += linear.weights * (weight_bytes(scheme, element) - element)
+            codes += linear.weights * code_bytes(scheme)
     blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
         width = max((linear.in_features for linear in linears if not linear.is_head), default=0)

@@ -22,7 +22,9 @@ from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto
+from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
+from qtrain.train.settings.recompute import recompute_kinds
 from qtrain.train.settings.settings import (
     OFFLOAD_NAMES,
     BatchGeometry,
@@ -270,6 +272,9 @@ RUN_EXCLUSIONS = (
           "has no effect on a CPU, whose memory is the host's")
       for option, given in (("--offload", lambda o: o.settings.offload),
                             ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
+    _note("--weight_codes", "--quantize without a second layout that follows from the first",
+        lambda o: o.has("weight_codes") and not isinstance(o.scheme, Auto) and not has_two_layouts(o.scheme),
+        "has no effect: no transposed codes of weights that follow from the others"),
     # ---- recomputation ----
     Exclusion("--recompute", "--activation_checkpointing",
         lambda o: o.has("recompute") and o.has("activation_checkpointing"),
@@ -277,6 +282,14 @@ RUN_EXCLUSIONS = (
     Exclusion("--recompute", "--model_impl hf", lambda o: o.has("recompute") and _transformers(o),
         "layers of transformers' own models recompute the sets of --activation_checkpointing only",
         "; use that, or --model_impl native"),
+    Exclusion("--mlp_chunks", "--model_impl hf", lambda o: bool(o.get("mlp_chunks")) and _transformers(o),
+        "only layers of qtrain's own decoder run in chunks", "; use --model_impl native, or leave it out"),
+    Exclusion("--mlp_chunks", "no --recompute block",
+        lambda o: bool(o.get("mlp_chunks")) and "block" not in recompute_kinds(o.settings),
+        "{mlp_chunks}, but only layers that are recomputed as a whole run in chunks",
+        "; add --recompute '[\"block\"]', or leave it out"),
+    Exclusion("--mlp_chunks", "--tp", lambda o: bool(o.get("mlp_chunks")) and o.settings.tp > 1,
+        "{mlp_chunks}, but the ranks of --tp {tp} exchange the tokens of whole layers", "; leave one of them out"),
     # ---- adapters ----
     *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
           "recomputed layers would drop other values", "; set dropout to 0")

@@ -39,7 +39,7 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "memory": "fit memory_limit activation_checkpointing recompute loss_chunks offload",
+        "memory": "fit memory_limit activation_checkpointing recompute loss_chunks mlp_chunks weight_codes offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
@@ -95,6 +95,9 @@ class TrainSettings:
     """Leave a linear layer in --dtype if it has fewer in-features or out-features than this number; 0: leave none."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
+    weight_codes: Literal["both", "one"] = "both"
+    """Layouts in which low-bit linears keep 8-bit codes of their weights; one: that of the forward pass, from which
+    backward makes the other for each product: a byte less per weight, a pass over the weights per micro-batch."""
     memory_limit: Annotated[float, Range(1, 10**4)] | None = None
     """GiB of a GPU's memory that the run may take, as if it had no more; None: all."""
     offload: GivenNames = None
@@ -198,13 +201,16 @@ class LanguageSettings(TrainSettings):
     """Sequences of --eval_ds per evaluation, the same ones each time."""
     fit: Literal["off", "auto"] = "off"
     """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
-    --loss_chunks, --recompute and --offload, as far as they are not given."""
+    --loss_chunks, --mlp_chunks, --weight_codes, --recompute and --offload, as far as they are not given."""
     doc_mask: bool = False
     """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
     the tokenizer's end token."""
     loss_chunks: CountOrZero = 0
     """Compute the loss in this many chunks of a micro-batch's tokens, so that the logits of all never exist at once;
     0: of about 8,192 tokens each on a GPU, of 1,024 elsewhere."""
+    mlp_chunks: Annotated[int, Range(0, 256)] = 0
+    """Compute each layer's MLP in this many chunks of a micro-batch's tokens, multiples of 128, so that its activations
+    exist for one chunk at a time; with --recompute '["block"]'; 0: of all tokens at once."""
     z_loss: NotNegative = 0.0
     """Weight of the z-loss, the squared log of the softmax's normalizer, 1e-4 is usual; not in the logged loss."""
     router_balance_loss: NotNegative | None = None

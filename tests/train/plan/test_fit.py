@@ -83,6 +83,8 @@ GIVEN = {
     "recomputation by name": {"activation_checkpointing": "full"},
     "states on the device": {"optim": "adamw_8bit", "optim_kwargs": {"offload": False}},
     "states in host memory": {"optim": "adamw_8bit", "offload": ("v",)},
+    "layouts of codes": {"weight_codes": "one"},
+    "chunks of MLPs": {"mlp_chunks": 4, "recompute": ("block",)},
 }
 
 
@@ -91,6 +93,21 @@ def test_what_is_given_stays(case):
     checked, _ = fitted(**GIVEN[case])
     for name, value in GIVEN[case].items():
         assert getattr(checked.settings, name) == value
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "expected"),
+    [
+        (64, {}, {"mlp_chunks": 4, "weight_codes": "both"}),
+        (52, {}, {"mlp_chunks": 4, "weight_codes": "one"}),
+        (60, {"quantize": "int8", "quantize_kwargs": None}, {"mlp_chunks": 8, "weight_codes": "both"}),
+    ],
+    ids=str,
+)
+def test_long_sequences_in_little_memory(limit, changes, expected):
+    """Chunks of MLPs where layers are recomputed in full, then one layout of codes, where a scheme can have it."""
+    checked, _ = fitted(seq_len=131072, batch_size=1, memory_limit=limit, **changes)
+    assert {name: getattr(checked.settings, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ CASES |= {
     "stored codes and INT8 ones": {"quantize": "int4_weight", "quantize_kwargs": {"activations": "int8"}},
     "ternary codes in both layouts": {"quantize": "bitnet", "quantize_kwargs": {"backward": "int8"}},
     "factored states": {"optim": "torch.Adafactor"},
+    "one layout of codes": {"quantize": "fp8_blockwise", "weight_codes": "one"},
+    "one layout of stored codes": {
+        "quantize": "int8_weight",
+        "quantize_kwargs": {"activations": "int8"},
+        "weight_codes": "one",
+    },
 }
 
 
@@ -59,7 +65,8 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     config = ModelConfig.from_hf(SHAPE)
     linears = linears_of(checked, config)
     model = Decoder(config).to(torch.bfloat16)
-    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    one = checked.settings.weight_codes == "one"
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, one_weight_layout=one)
     planned = language_memory(checked, model.config, linears, None)
     optimizer = checked.optimizer.build(parameter_groups(model, 0.1), 0.01)
     for p in model.parameters():
@@ -91,7 +98,8 @@ def _on_mesh(
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
     place = ModelParallel(config, mesh.expert_mesh.tp_group, experts_only=True).place if ep > 1 else None
     model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, place=place)
-    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    one = checked.settings.weight_codes == "one"
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, one_weight_layout=one)
     if lora:
         add_lora(model, lora, seed=0)
     groups = parameter_groups(model, 0.1)
@@ -132,6 +140,7 @@ ON_TWO = (
     {"quantize": "int8_weight"},
     {"quantize": "fp8_tensorwise", "quantize_kwargs": {"grad_input": "bf16"}},
     {"optim": "muon"},
+    {"quantize": "fp8_tensorwise", "weight_codes": "one"},
 )
 
 

@@ -92,6 +92,11 @@ CASES = {
     ),
     ("--offload", "a CPU"): (PRETRAIN, {"offload": ("m",)}, {"offload": ()}),
     ("--optim_kwargs.offload", "a CPU"): (PRETRAIN, {"optim_kwargs": {"offload": True}}, {"optim_kwargs": None}),
+    ("--weight_codes", "--quantize without a second layout that follows from the first"): (
+        PRETRAIN,
+        {"weight_codes": "one", "quantize": "int8"},
+        {"quantize": "fp8_tensorwise"},
+    ),
     ("--recompute", "--activation_checkpointing"): (
         PRETRAIN,
         {"recompute": ("norm",), "activation_checkpointing": "full"},
@@ -101,6 +106,21 @@ CASES = {
         PRETRAIN,
         {"recompute": ("norm",), "model_impl": "hf"},
         {"model_impl": "native"},
+    ),
+    ("--mlp_chunks", "--model_impl hf"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "activation_checkpointing": "full", "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
+    ("--mlp_chunks", "no --recompute block"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "recompute": ("ffn",)},
+        {"recompute": ("block",)},
+    ),
+    ("--mlp_chunks", "--tp"): (
+        PRETRAIN,
+        {"mlp_chunks": 4, "activation_checkpointing": "full", "tp": 2},
+        {"tp": 1},
     ),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
