@@ -1,4 +1,4 @@
-"""A gated MLP that keeps gate_up's output in 8 bits: forward is exact, gradients are close, in every way that runs it."""
+"""A gated MLP that keeps gate_up's output in 8 bits: forward is exact, gradients are close, whatever computes it."""
 
 import copy
 
@@ -40,11 +40,11 @@ def truth(model, x, dy):
     return [y, leaf.grad, exact.gate_up.weight.grad, exact.down.weight.grad]
 
 
-@pytest.mark.parametrize("outliers, bound", [(False, 0.015), (True, 0.04)])
+@pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(("rows", "inner"), [(64, 256), (1, 256), (33, 200), (16, 1)])
-def test_gradients_against_fp64(rows, inner, outliers, bound):
-    """1.5% of the norm of each; 4% where every hundredth column of gate and up is 30 times as large. Odd shapes too:
-    blocks that hold gate and up, one row."""
+def test_gradients_against_fp64(rows, inner, outliers):
+    """Within 5% of the norm of each, also where every hundredth column of gate and up is 30 times as large. Odd shapes
+    too: blocks that hold gate and up, one row."""
     torch.manual_seed(0)
     model = MLP(128, inner)
     if outliers:
@@ -60,14 +60,14 @@ def test_gradients_against_fp64(rows, inner, outliers, bound):
     assert torch.equal(kept[0], exact[0]) and torch.equal(kept[3], exact[3])  # the activation is kept as it was
     assert all(torch.equal(a, b) for a, b in zip(kept[:3], recomputing[:3], strict=True))
     for found, true in zip(recomputing[1:], expected[1:], strict=True):
-        assert relative(found, true) < bound
+        assert relative(found, true) < 0.05
     if inner > 1:
         assert relative(kept[1], expected[1]) > 1e-4 and relative(recomputing[3], expected[3]) > 1e-4
 
 
 @pytest.mark.parametrize("name,kwargs", sampled(KWARGS, lambda _, kwargs: "grad_format" in kwargs))
 def test_every_scheme(name, kwargs):
-    """Forward and random bits are those without; gradients differ by less than 8-bit rounding does."""
+    """Forward is as without; gradients differ by what rounding gate_up does, and by codes that it moves."""
     torch.manual_seed(0)
     model = MLP(128, 256)
     quantized = quantize_linears(model, SCHEMES.make(name, kwargs, "--quantize_kwargs"), seed=3)
@@ -77,9 +77,7 @@ def test_every_scheme(name, kwargs):
         for memory in (IN_8_BITS, RECOMPUTING):
             found = run(model, x, dy, memory)
             assert torch.equal(found[0], exact[0]) and len(found) == len(exact)
-            # Codes of 4 bits fall on the other side of a step more coarsely.
-            bound = 0.1 if "int4" in name else 0.03
-            assert all(relative(a, b) < bound for a, b in zip(found[1:], exact[1:], strict=True)), name
+            assert all(relative(a, b) < 0.08 for a, b in zip(found[1:], exact[1:], strict=True)), name
             assert relative(found[1], exact[1]) > 0
         quantized.refresh()
 
@@ -101,13 +99,13 @@ def test_frozen_weights_and_evaluation(frozen):
     for name in frozen:
         getattr(model, name).requires_grad_(False)
     for found, exact in zip(run(model, x, dy, RECOMPUTING), run(model, x, dy), strict=True):
-        assert relative(found, exact) < 0.015
+        assert relative(found, exact) < 0.05
     with torch.no_grad():
         assert torch.equal(swiglu_mlp(model.gate_up, model.down, x, None, IN_8_BITS), model(x, True))
 
 
 def test_the_activation_alone():
-    """`swiglu_8bit`, where the linears around it have adapters or biases: gradients within 1.5%."""
+    """`swiglu_8bit`, where the linears around it have adapters or biases: gradients within 4%."""
     x, dy = matrix(40, 512, 0).view(4, 10, 512), matrix(40, 256, 1).view(4, 10, 256)
     grads, kept = [], []
     for function in (swiglu, swiglu_8bit):
@@ -117,8 +115,8 @@ def test_the_activation_alone():
         y.backward(dy)
         grads.append(leaf.grad)
         assert torch.equal(y, swiglu(x))
-    assert [t.dtype for t in kept] == [torch.float32, torch.int8, torch.float32]
-    assert 0 < relative(grads[1], grads[0]) < 0.015
+    assert [t.dtype for t in kept] == [torch.float32, torch.float8_e4m3fn, torch.float32]
+    assert 0 < relative(grads[1], grads[0]) < 0.04
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -144,7 +142,7 @@ def test_experts(adapted):
     for kept in found[1:]:
         assert torch.equal(kept[0], found[0][0])
         errors = [relative(a, b) for a, b in zip(kept[1:], found[0][1:], strict=True)]
-        assert 0 < errors[0] and max(errors) < 0.015
+        assert errors[0] > 0 and max(errors) < 0.05
 
 
 @pytest.mark.gpu
@@ -158,5 +156,4 @@ def test_on_gpu(name, kwargs, memory):
     x, dy = (matrix(256, 256, i, dtype=torch.bfloat16).cuda() for i in range(2))
     exact, found = run(model, x, dy), run(model, x, dy, memory)
     assert torch.equal(found[0], exact[0])
-    bound = 0.15 if "int4" in name else 0.04
-    assert all(relative(a, b) < bound for a, b in zip(found[1:], exact[1:], strict=True)), name
+    assert all(relative(a, b) < 0.08 for a, b in zip(found[1:], exact[1:], strict=True)), name

@@ -9,38 +9,33 @@ from tests.cases import KINDS, matrix
 SHAPES = [(1, 1), (1, 256), (3, 5), (17, 130), (5, 2050), (4, 4224), (0, 64)]
 
 
-def blocks(x, width=128):
-    """[M, K] -> absmax of each block of 128 of a row, repeated, fp64 [M, K]."""
-    k = x.shape[1]
-    padded = torch.nn.functional.pad(x.double(), (0, -k % width)).unflatten(1, (-1, width))
-    return padded.abs().amax(-1).repeat_interleave(width, 1)[:, :k]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_error_against_fp64(dtype):
-    """At most half a step of 1/127 of the block's absmax, and rounding to the dtype."""
+    """At most half the spacing of e4m3: 1/16 of a value, or 2**-10 of the scale; and rounding to the dtype."""
     for kind in KINDS:
         for seed, (m, k) in enumerate(SHAPES[:-1]):
             x = matrix(m, k, seed, kind, dtype)
             codes, scale, zero = keep_8bit(x)
-            assert codes.dtype == torch.int8 and codes.shape == x.shape and scale.shape == (m, -(-k // 128))
+            assert codes.dtype == torch.float8_e4m3fn and codes.shape == x.shape and scale.shape == (m, -(-k // 128))
             assert zero.dtype == dtype and zero.tolist() == [0]
             back = restore_8bit(codes, scale, dtype)
             assert back.dtype == dtype
-            bound = blocks(x) / 254 * (1 + 1e-5) + x.double().abs() * torch.finfo(dtype).eps + 1e-12
-            # Half a step beyond a value that is rounded up: its error in the dtype is of the larger one.
-            bound += blocks(x) / 254 * torch.finfo(dtype).eps
+            steps = scale.double().repeat_interleave(128, 1)[:, :k]
+            bound = torch.maximum(x.double().abs() / 16, steps / 1024) * (1 + 1e-5)
+            bound += 1.1 * x.double().abs() * torch.finfo(dtype).eps
             assert ((back.double() - x.double()).abs() <= bound).all(), (kind, m, k)
 
 
 def test_measured_error():
-    """What `docs/memory.md` says, relative root mean square: of normal numbers, and with outliers of 50 deviations."""
+    """Of normal numbers 2.6% (RMS), and of those that share a block with one 1,000 times as large."""
     torch.manual_seed(0)
     x = torch.randn(256, 2048)
-    for outliers, least, most in ((0.0, 0.005, 0.008), (0.002, 0.015, 0.03)):
-        y = torch.where(torch.rand(x.shape) < outliers, 50 * x, x)
-        error = ((restore_8bit(*keep_8bit(y)[:2], torch.float32) - y).norm() / y.norm()).item()
-        assert least < error < most
+    for outlier in (1, 1000):
+        y = x.clone()
+        y[:, ::128] *= outlier
+        error = restore_8bit(*keep_8bit(y)[:2], torch.float32) - y
+        relative = (error[:, 1::128].norm() / y[:, 1::128].norm()).item()
+        assert 0.02 < relative < 0.028
 
 
 def test_zeros_stay_and_what_is_not_finite_makes_its_block_nan():
@@ -78,9 +73,10 @@ def test_kernel():
 
 def check_operators(device):
     x = torch.randn(3, 200, device=device)
-    torch.library.opcheck(torch.ops.qtrain.keep_8bit.default, (x,))
+    fakes = ("test_faketensor", "test_aot_dispatch_dynamic")  # a CPU cannot compare FP8 tensors, as test_schema does
+    torch.library.opcheck(torch.ops.qtrain.keep_8bit.default, (x,), test_utils=fakes[:1])
     codes, scale, _ = keep_8bit(x)
-    torch.library.opcheck(torch.ops.qtrain.restore_8bit.default, (codes, scale, torch.bfloat16))
+    torch.library.opcheck(torch.ops.qtrain.restore_8bit.default, (codes, scale, torch.bfloat16), test_utils=fakes)
 
 
 def test_operators():
