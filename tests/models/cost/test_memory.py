@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from qtrain.models import (
@@ -180,7 +181,7 @@ def test_compiled_layers_keep_gate_up_in_8_bits(scheme, kinds):
 
     def count(graph: torch.fx.GraphModule, inputs: object):
         products.append(sum(str(node.target) in PRODUCTS for node in graph.graph.nodes))
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     model.layers[0].compile(fullgraph=True, backend=backend)
