@@ -34,7 +34,7 @@ class MLP(nn.Module):
     def compute(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
         """exchange: of `gate_up`, where it takes other processes' tokens too."""
         linears, in_8_bits = (self.gate_up, self.down_proj), self.memory.gate_up_8bit
-        if (runs_kernels(x) or in_8_bits) and self.sub_norm is None and supports_swiglu_mlp(*linears, plain=in_8_bits):
+        if (runs_kernels(x) or in_8_bits) and self.sub_norm is None and supports_swiglu_mlp(*linears, in_8_bits):
             return swiglu_mlp(*linears, x, exchange, self.memory)
         gate_up = self.gate_up(x) if exchange is None else self.gate_up(x, exchange)  # [..., 2I]
         if in_8_bits:
