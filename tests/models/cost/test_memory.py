@@ -210,19 +210,21 @@ def test_eager_layers_keep_gate_up_in_8_bits(scheme, kinds):
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("lora", "mode"),
+    ("lora", "mode", "keep_8bit"),
     sampled(
         [
-            (Lora(r=4, base="nf4"), "none"),
-            (Lora(r=4, base="int8"), "none"),
-            (Lora(r=4, base="nf4"), "selective"),
-            (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
-            (Lora(r=4, base="nf4", dora=True), "none"),
+            (Lora(r=4, base="nf4"), "none", ()),
+            (Lora(r=4, base="int8"), "none", ()),
+            (Lora(r=4, base="nf4"), "selective", ()),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none", ()),
+            (Lora(r=4, base="nf4", dora=True), "none", ()),
+            (Lora(r=4, base="nf4"), "none", ("gate_up",)),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none", ("gate_up",)),
         ],
-        lambda lora, mode: (lora.base, mode) != ("int8", "none"),
+        lambda lora, mode, keep_8bit: (lora.base, mode) != ("int8", "none"),
     ),
 )
-def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode):
+def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode, keep_8bit):
     """What a token takes, and beside it the adapters' copies in bf16 (and DoRA's gains: a few bytes a row)."""
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
@@ -230,10 +232,11 @@ def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, 
     if lora.base != "none":
         quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
     add_lora(model, lora, seed=0)
-    apply_recompute(model, RECOMPUTE_SETS[mode])
+    apply_recompute(model, RECOMPUTE_SETS[mode], keep_8bit)
     compile_layers(model)
-    part = only_adapters(model.config, lora)
-    expected = part.kept(saved_per_token(model.config, RECOMPUTE_SETS[mode], True, 2), 2, kinds=RECOMPUTE_SETS[mode])
+    part, low_bit = only_adapters(model.config, lora), in_8_bits("bf16") if keep_8bit else None
+    kinds = RECOMPUTE_SETS[mode]
+    expected = part.kept(saved_per_token(model.config, kinds, True, 2, low_bit), 2, kinds=kinds)
     copies = part.added_bytes(2) - part.bytes if mode == "none" else 0
     found = kept_bytes(model, 2, 64) * 128
     assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
