@@ -19,12 +19,13 @@ class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [..., C] -> [..., C]. `gate_up` holds the rows of gate, then up. width: the config's
     if None. `memory`: what takes the place of tensors that backward reads."""
 
+    memory = KEEP_ALL
+
     def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
         width = width or config.intermediate_size
         self.gate_up = nn.Linear(config.hidden_size, 2 * width, bias=config.mlp_bias)
         self.projections = {"gate_up": [width] * 2}  # as in `Attention`
-        self.memory = KEEP_ALL
         self.sub_norm = nn.RMSNorm(width, eps=config.rms_norm_eps) if config.sub_norm else None
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 

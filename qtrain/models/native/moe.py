@@ -29,11 +29,12 @@ class Experts(nn.Module):
     """The experts that a router chooses among. Of each, `gate_up` holds the rows of gate, then up. `memory`: as of an
     `MLP`."""
 
+    memory = KEEP_ALL
+
     def __init__(self, experts: int, hidden_size: int, width: int):
         super().__init__()
         self.gate_up = GroupedLinear(experts, hidden_size, 2 * width)
         self.down_proj = GroupedLinear(experts, width, hidden_size)
-        self.memory = KEEP_ALL
         # `parameter_groups` reads it: of all experts, also where a process has some of them.
         self.projections = {"gate_up": [width, width] * experts, "down_proj": [hidden_size] * experts}
 
