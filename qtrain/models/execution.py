@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from qtrain.kernels.autotune import kernels_checksum
-from qtrain.models.native.recompute import as_kinds
+from qtrain.models.native.recompute import as_8bit, as_kinds
 
 
-def apply_recompute(model: nn.Module, kinds: Iterable[str]) -> None:
-    """Set what each layer's backward recomputes (`recompute.KINDS`). Gradients are the same whatever it is."""
-    model.set_recompute(as_kinds(kinds))
+def apply_recompute(model: nn.Module, kinds: Iterable[str], keep_8bit: Iterable[str] = ()) -> None:
+    """Set what each layer's backward recomputes (`recompute.KINDS`): gradients are the same whatever it is. keep_8bit:
+    what is kept in 8 bits for it (`recompute.TENSORS_8BIT`), which rounds them; of qtrain's own decoder alone."""
+    in_8_bits = as_8bit(keep_8bit)
+    model.set_recompute(as_kinds(kinds), **({"keep_8bit": in_8_bits} if in_8_bits else {}))
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -4,13 +4,15 @@ from qtrain.quant.export import exported_tensors
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.swap import LinearChoice, QuantizedModel, choose_linears, describe_choices, quantize_linears
-from qtrain.quant.swiglu_mlp import supports_swiglu_mlp, swiglu_mlp
+from qtrain.quant.swiglu_mlp import KEEP_ALL, MLPMemory, supports_swiglu_mlp, swiglu_mlp
 
 __all__ = [
+    "KEEP_ALL",
     "SCHEMES",
     "LinearChoice",
     "LowBitLinear",
     "LowBitScheme",
+    "MLPMemory",
     "QuantizedModel",
     "Scheme",
     "choose_linears",

@@ -24,9 +24,10 @@ from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
 from qtrain.quant.execute import quantize_operands
-from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.high_precision import linear_arguments
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.swiglu_mlp import KEEP_ALL, MLPMemory, kept_gate_up, restored_gate_up
 from qtrain.quant.tensor_roles import NeedsOperand
 from qtrain.tensors.quantized_tensor import Operand
 
@@ -162,6 +163,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         w_down: Tensor,  # [E * C, I]
         up: AdaptedArguments,
         down: AdaptedArguments,
+        memory: MLPMemory,
     ) -> Tensor:
         groups, up_part, down_part = up.linear.groups, up.linear.weight, down.linear.weight
         rows = gather_rows(x, groups.token_of_row)
@@ -170,8 +172,10 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         y, down_kept = _forward(h, codes_or(down_part.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
         columns = codes_or(up_part.columns, w_up), codes_or(down_part.columns, w_down)
         x_kept = None if a_up is None else x
+        gate_up = kept_gate_up(gate_up)[0] if memory.gate_up_8bit else gate_up
         save_operands(ctx, *columns, x_kept, gate_up, *up_kept, *down_kept, a_up, b_up, a_down, b_down)
-        ctx.weights, ctx.up, ctx.down = (
+        ctx.memory, ctx.weights, ctx.up, ctx.down = (
+            memory,
             weights,
             *(adapted._replace(linear=adapted.linear._replace(weight=None)) for adapted in (up, down)),
         )
@@ -181,6 +185,8 @@ class AdaptedExpertsFunction(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         w_up, w_down, x, gate_up, *kept, a_up, b_up, a_down, b_down = saved_operands(ctx)
         up, down, weights = ctx.up, ctx.down, ctx.weights
+        if ctx.memory.gate_up_8bit:
+            gate_up = restored_gate_up(gate_up, dout.dtype)
         groups, (needs_dx, needs_dweights) = up.linear.groups, ctx.needs_input_grad[:2]
         up_part = down_part = AdapterGradients()
         dx = dweights = None
@@ -202,16 +208,21 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         if needs_dx:
             drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
             dx = combine_rows(drows, None, groups.row_of_topk)
-        return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None
+        return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None, None
 
 
 def adapted_experts_mlp(
-    gate_up: AdaptedExperts, down: AdaptedExperts, x: Tensor, experts: Tensor, weights: Tensor
+    gate_up: AdaptedExperts,
+    down: AdaptedExperts,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    memory: MLPMemory = KEEP_ALL,
 ) -> Tensor:
     """`experts_mlp` of frozen experts with adapters: x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
     groups = group_rows(experts, down.linear.weight.shape[0] // x.shape[1])
     up_arguments, down_arguments = (
-        AdaptedArguments(expert_arguments(adapted.linear)._replace(groups=groups), adapted.scale, adapted.dropout)
+        AdaptedArguments(linear_arguments(adapted.linear)._replace(groups=groups), adapted.scale, adapted.dropout)
         for adapted in (gate_up, down)
     )
     return AdaptedExpertsFunction.apply(
@@ -225,4 +236,5 @@ def adapted_experts_mlp(
         down.linear.weight,
         up_arguments,
         down_arguments,
+        memory,
     )

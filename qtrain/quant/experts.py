@@ -11,8 +11,6 @@ kernel that computes the gradient of gate and up from h and dh leaves <dh, h>.
 Nothing is read back by the host: the shapes do not depend on the routing.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,13 +19,11 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_row
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.execute import quantize_operands
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.high_precision import linear_arguments
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
+from qtrain.quant.swiglu_mlp import KEEP_ALL, MLPMemory, NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
-from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -42,6 +38,7 @@ class ExpertsFunction(torch.autograd.Function):
         w_down: Tensor,  # [E * C, I]
         up: LinearArguments,
         down: LinearArguments,
+        memory: MLPMemory,
         grad_enabled: bool,
     ) -> Tensor:
         needs_dx, needs_dweights, needs_dup, needs_ddown = (
@@ -53,7 +50,7 @@ class ExpertsFunction(torch.autograd.Function):
         # Codes of the sorted rows [R, C] are computed from x [T, C] as it is read.
         request = up.request("x", NeedsOperand(True, needs.up))
         rows = quantize_operands(GatheredRows(x, RowIndex(groups.token_of_row)), request)
-        y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
+        y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype, memory)
         save_operands(ctx, *saved.operands)
         ctx.mlp, ctx.weights = saved._replace(operands=()), weights
         return combine_rows(y, weights, groups.row_of_topk)
@@ -72,28 +69,7 @@ class ExpertsFunction(torch.autograd.Function):
             dx = combine_rows(gradients.x, None, groups.row_of_topk)  # the k rows of a token, added in fp32
         if needs_dweights:
             dweights = route_weight_grad(gradients.router_dots, ctx.weights, groups.row_of_topk)
-        return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None
-
-
-@dataclass(frozen=True)
-class HighPrecision(LowBitScheme):
-    """All three products in the weights' own dtype: the scheme of experts that no other one has swapped."""
-
-    output: str = "bf16"
-    grad_input: str = "bf16"
-    grad_weight: str = "bf16"
-
-    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
-        raise AssertionError("no product of this scheme reads codes")
-
-
-HIGH_PRECISION_EXPERTS = HighPrecision()
-
-
-def expert_arguments(linear: GroupedLinear | LowBitLinear) -> LinearArguments:
-    if isinstance(linear, LowBitLinear):
-        return linear.arguments()
-    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None))
+        return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None, None
 
 
 def experts_mlp(
@@ -102,6 +78,7 @@ def experts_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
+    memory: MLPMemory = KEEP_ALL,
 ) -> Tensor:
     """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C] in x's dtype, summed over k in fp32.
 
@@ -113,7 +90,8 @@ def experts_mlp(
         weights,
         gate_up.weight,
         down.weight,
-        expert_arguments(gate_up)._replace(groups=groups),
-        expert_arguments(down)._replace(groups=groups),
+        linear_arguments(gate_up)._replace(groups=groups),
+        linear_arguments(down)._replace(groups=groups),
+        memory,
         torch.is_grad_enabled(),
     )

@@ -4,6 +4,9 @@ Only low-bit GEMMs read what lies between the two linears: the activation by tho
 `gate_up`. So both are quantized as they are computed (`kernels/swiglu/quantize.py`) where a fused kernel exists; the
 codes are the same either way. Where both have scales per row, backward computes the activation's codes for
 `grad_weight` together with the gradient, and forward saves only the absmax of the activation's columns for it.
+
+Linears that no scheme has swapped are taken too, as products in high precision, for what `MLPMemory` asks: the output
+of `gate_up` kept in 8 bits, the activation computed again from it.
 """
 
 from collections.abc import Sequence
@@ -14,11 +17,13 @@ from torch import Tensor, nn
 
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
+from qtrain.kernels.quantize.keep_8bit import FORMAT, GRANULARITY, keep_8bit, restore_8bit
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
 from qtrain.quant.execute import Exchange, quantize_operands, quantize_swiglu_operands, rowwise_swiglu
+from qtrain.quant.high_precision import linear_arguments
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.tensor_roles import NeedsOperand, RowwiseQuantization, SwiGLUOperands
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand, RowwiseQuantization, SwiGLUOperands
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 
 
@@ -27,6 +32,18 @@ class RowwiseMLP(NamedTuple):
 
     activation: RowwiseQuantization
     gradient: RowwiseQuantization
+
+
+class MLPMemory(NamedTuple):
+    """What takes the place of tensors that backward reads."""
+
+    gate_up_8bit: bool = False
+    """The output of `gate_up` is kept as 8-bit codes (`keep_8bit`): gradients are those of the rounded values."""
+    recomputes_activation: bool = False
+    """With it: backward computes the activation from them, instead of keeping what `grad_weight` of `down` reads."""
+
+
+KEEP_ALL = MLPMemory()
 
 
 class NeedsGradient(NamedTuple):
@@ -45,6 +62,17 @@ class MLPSaved(NamedTuple):
     up: LinearArguments
     down: LinearArguments
     weight_dtypes: tuple[torch.dtype, torch.dtype]
+    memory: MLPMemory
+
+
+def kept_gate_up(gate_up: Tensor) -> tuple[QuantizedTensor, Tensor]:
+    """gate_up [M, 2I] as 8-bit codes, for `restored_gate_up`; and the zero of `keep_8bit`."""
+    codes, scale, zero = keep_8bit(gate_up)
+    return QuantizedTensor(codes, scale, OperandFormat(FORMAT, GRANULARITY)), zero
+
+
+def restored_gate_up(kept: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    return restore_8bit(kept.codes, kept.scale, dtype)
 
 
 def mlp_forward(
@@ -55,6 +83,7 @@ def mlp_forward(
     down: LinearArguments,
     needs: NeedsGradient,
     dtype: torch.dtype,
+    memory: MLPMemory = KEEP_ALL,
 ) -> tuple[Tensor, MLPSaved]:
     """y [M, N] in dtype. With groups of rows the weights hold a matrix for each."""
     x_output, x_grad_weight = x
@@ -62,26 +91,29 @@ def mlp_forward(
     rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
     column_amax = None
     if rowwise:
-        fmt, power_of_two, rounding = rowwise.activation
         # Row codes [M, I] and the absmax of each column: 4 bytes a column are kept instead of transposed codes.
-        codes, scale, column_amax = quantize_swiglu_rowwise(
-            gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(down.block_groups or NO_GROUPS)
-        )
-        h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
+        codes, scale, column_amax = _rowwise_codes(gate_up, rowwise.activation, down.block_groups)
+        h_output = QuantizedTensor(codes, scale, OperandFormat(rowwise.activation.fmt, "rowwise"))
+        h_grad_weight = None
     else:
         request = down.request("x", NeedsOperand(True, needs.down))
         (h_output, h_grad_weight), _ = quantize_swiglu_operands(gate_up, None, request)
+    keeps_activation = needs.down and not memory.recomputes_activation
+    kept, zero = kept_gate_up(gate_up) if memory.gate_up_8bit and any(needs) else (gate_up, None)
     operands = (
-        gate_up,
-        column_amax,
+        kept,
+        # Of the unrounded activation: that of rounded values may be larger.
+        None if memory.gate_up_8bit else column_amax,
         codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
         codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,  # dh is what both need
-        h_grad_weight if needs.down else None,
+        h_grad_weight if keeps_activation else None,
     )
     y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
+    if zero is not None and torch.compiler.is_compiling():
+        y = y + zero
     dtypes = w_up.dtype, w_down.dtype
-    return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes)
+    return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes, memory)
 
 
 class MLPGradients(NamedTuple):
@@ -97,13 +129,19 @@ class MLPGradients(NamedTuple):
 def mlp_backward(
     saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient, router_dots: bool = False
 ) -> MLPGradients:
-    (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
+    (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes, memory = saved
     needs_dh = needs.x or needs.up
     dx = dup = ddown = dots = None
     dy_request = down.request("dy", NeedsOperand(needs_dh, needs.down))
     dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
+    if memory.gate_up_8bit:
+        gate_up = restored_gate_up(gate_up, dy.dtype)
+    if rowwise and memory.gate_up_8bit:
+        column_amax = _rowwise_codes(gate_up, rowwise.activation, down.block_groups)[2]
+    elif needs.down and memory.recomputes_activation:
+        h_grad_weight = _activation_columns(gate_up, down)
     if rowwise:
         # One kernel reads gate_up and dh once: dx codes in both layouts, and h's transposed codes from column_amax.
         ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
@@ -137,11 +175,12 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         w_down: Tensor,  # [N, I]
         up: LinearArguments,
         down: LinearArguments,
+        memory: MLPMemory,
         grad_enabled: bool,
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
         operands = quantize_operands(x, up.request("x", NeedsOperand(True, needs.up)))
-        y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
+        y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype, memory)
         save_operands(ctx, *saved.operands)
         ctx.mlp = saved._replace(operands=())  # tensors are in save_for_backward alone
         return y
@@ -150,7 +189,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         saved = ctx.mlp._replace(operands=saved_operands(ctx))
         gradients = mlp_backward(saved, dy, NeedsGradient(*ctx.needs_input_grad[:3]))
-        return *gradients[:3], None, None, None
+        return *gradients[:3], None, None, None, None
 
 
 def _rowwise(
@@ -159,6 +198,23 @@ def _rowwise(
     activation = rowwise_swiglu(down.scheme, "x", down.key, needs_activation)
     gradient = rowwise_swiglu(up.scheme, "dy", up.key, needs_gradient)
     return RowwiseMLP(activation, gradient) if activation and gradient else None
+
+
+def _rowwise_codes(
+    gate_up: Tensor, activation: RowwiseQuantization, groups: BlockGroups | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row codes of the activation, their scales, and the absmax of its columns."""
+    fmt, power_of_two, rounding = activation
+    return quantize_swiglu_rowwise(gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(groups or NO_GROUPS))
+
+
+def _activation_columns(gate_up: Tensor, down: LinearArguments) -> Operand:
+    """The activation as `grad_weight` of `down` reads it, computed again."""
+    if down.x_scale is not None:  # forward has recorded its absmax
+        down = down._replace(x_scale=down.x_scale._replace(amax=None))
+    # Both layouts, which fused kernels write at once.
+    operands, _ = quantize_swiglu_operands(gate_up, None, down.request("x", BOTH))
+    return operands.columns
 
 
 def _rowwise_backward(
@@ -177,20 +233,32 @@ def _rowwise_backward(
     return SwiGLUOperands(operands, dots), h_operand
 
 
-def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
-    """Whether `swiglu_mlp` takes these two; a bias would need the gradient that is never materialized."""
-    return all(isinstance(linear, LowBitLinear) and linear.bias is None for linear in (gate_up, down))
+def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module, plain: bool = False) -> bool:
+    """Whether `swiglu_mlp` takes these two; a bias would need the gradient that is never materialized. plain: whether
+    linears in high precision count, which gain nothing but what `MLPMemory` asks."""
+
+    def takes(linear: nn.Module) -> bool:
+        return (isinstance(linear, LowBitLinear) or (plain and type(linear) is nn.Linear)) and linear.bias is None
+
+    return takes(gate_up) and takes(down)
 
 
-def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor, exchange: Exchange | None = None) -> Tensor:
+def swiglu_mlp(
+    gate_up: nn.Linear | LowBitLinear,
+    down: nn.Linear | LowBitLinear,
+    x: Tensor,
+    exchange: Exchange | None = None,
+    memory: MLPMemory = KEEP_ALL,
+) -> Tensor:
     """down(silu(gate) * up) of x [..., K] -> [..., N]; with an exchange of `gate_up` that of all processes' rows
     [T, N]."""
     y = SwiGLUMLPFunction.apply(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,
-        gate_up.arguments()._replace(exchange=exchange),
-        down.arguments(),
+        linear_arguments(gate_up)._replace(exchange=exchange),
+        linear_arguments(down),
+        memory,
         torch.is_grad_enabled(),
     )
     return y.view(*x.shape[:-1], down.out_features) if exchange is None else y

@@ -35,6 +35,7 @@ from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_long_sums
 from qtrain.kernels.grouped.token_permutation import launch_group_rows
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
+from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
@@ -45,6 +46,7 @@ from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax, launch_swiglu_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
+from qtrain.kernels.quantize.keep_8bit import launch_restore_8bit
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
@@ -200,6 +202,8 @@ def gathered_rows() -> Iterator[Case]:
 def swiglus() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         yield dtype is BF16, lambda d=dtype: launch_swiglu(zeros(64, 512, dtype=d))
+        codes, scale = empty_codes(zeros(64, 512), "e4m3", "1x128")
+        yield dtype is BF16, lambda d=dtype, c=codes, s=scale: launch_restore_8bit(c, s, d)
         yield dtype is BF16, lambda d=dtype: launch_swiglu_backward(zeros(64, 256, dtype=d), zeros(64, 512, dtype=d))
     for dy in (None, zeros(64, 256)):
         yield True, lambda dy=dy: launch_swiglu_delayed_scale(zeros(64, 512), dy, zeros(1, dtype=FP32), "e4m3", False)

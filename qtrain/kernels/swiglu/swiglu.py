@@ -15,6 +15,7 @@ from torch import Tensor
 from qtrain.core.hardware import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.silu import sum_of_pairs, swiglu_f32, swiglu_grad_f32
+from qtrain.kernels.quantize.keep_8bit import keep_8bit, restore_8bit
 
 BLOCK = 1024
 DOTS_BLOCK = 128
@@ -137,3 +138,22 @@ _swiglu.register_autograd(
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2I] (gate, then up) -> [..., I], differentiable."""
     return _swiglu(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+class _SwiGLU8Bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        codes, scale, _ = keep_8bit(x)
+        ctx.save_for_backward(codes, scale)
+        return _swiglu(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return swiglu_backward(dy, restore_8bit(*ctx.saved_tensors, dy.dtype))
+
+
+def swiglu_8bit(x: Tensor) -> Tensor:
+    """`swiglu` that keeps x in 8 bits for backward."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return swiglu(x)
+    return _SwiGLU8Bit.apply(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)

@@ -32,6 +32,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients
 from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
@@ -58,8 +59,8 @@ class StepShape:
     """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
     are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
-    gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of dense
-    MLPs, with the kind `block`; 0: all at once."""
+    gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of
+    dense MLPs, with the kind `block`; 0: all at once."""
 
     micro_batch_size: int
     seq_len: int
@@ -370,6 +371,9 @@ def _backward_bytes(
     in_mlp = (3 if trained.adapters else 2) * inner * element
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
+    # Of 8 bits: gate_up's output in full.
+    of_gate_up = BYTES_PER_ELEMENT if low_bit.gate_up_8bit else element
+    in_mlp += 2 * inner * element * low_bit.gate_up_8bit
     if rows := rows_per_token(config, tokens):
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
         own = rows * (in_mlp / inner * config.moe.width + (1 + trained.adapts_experts) * c * element)
@@ -384,7 +388,7 @@ def _backward_bytes(
         in_layer = max(at_chunk, tokens * (2 * c * element + in_attention) + sums) + tokens * (recomputed - of_mlp)
     else:
         if not rows:
-            in_attention -= (3 * inner + c) * element
+            in_attention -= (inner + c) * element + 2 * inner * of_gate_up
         in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
     in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
     in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)

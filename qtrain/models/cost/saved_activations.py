@@ -42,6 +42,10 @@ Other kinds (`native/recompute.py`), in the half of the layer that recomputes so
     norm alone     silu(gate)·up too, as one operator computes it: of low-bit linears the codes of down's X, eager those
                    that forward reads too
 
+With gate_up's output in 8 bits (`LowBitBytes.gate_up_8bit`; not with ffn and block) it takes 1 + 4/128 bytes per
+element, the fp32 scale of 128 elements included. `swiglu` is then no region: of down's X nothing is kept, all else is
+as without.
+
 A mixture of experts has r rows per token, one for each of its experts and the padding of row groups, and keeps in place
 of the MLP's tensors, with E experts, k of them per token, the width I of an expert and S of the shared ones:
 
@@ -68,6 +72,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.kernels.grouped.token_permutation import padded_rows
+from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import LAYER_LINEARS, layer_linears
 from qtrain.models.native.recompute import ATTENTION_KINDS, MLP_KINDS, Kinds
@@ -97,12 +102,14 @@ class LinearBytes:
 class LowBitBytes:
     """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
     down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it; swiglu_codes:
-    the operator that computes down's input writes codes alone."""
+    the operator that computes down's input writes codes alone; gate_up_8bit: backward reads gate_up's output in 8
+    bits."""
 
     layer: Mapping[str, LinearBytes]
     head: LinearBytes | None = None
     down_input_recomputed: bool = False
     swiglu_codes: bool = False
+    gate_up_8bit: bool = False
 
     @classmethod
     def plain(cls, element: int) -> "LowBitBytes":
@@ -171,6 +178,22 @@ class LayerShape(NamedTuple):
         """Bytes per element of what is kept of a linear's input."""
         size = self.low_bit.layer[name].kept_input
         return self.element if size is None else size
+
+    @property
+    def gate_up_bytes(self) -> float:
+        """Bytes per element of gate_up's output."""
+        return BYTES_PER_ELEMENT if self.low_bit.gate_up_8bit else self.element
+
+    @property
+    def mlp_kinds(self) -> Kinds:
+        """The kinds by which the MLP is in a region."""
+        return self.kinds & (MLP_KINDS - {"swiglu"} if self.low_bit.gate_up_8bit else MLP_KINDS)
+
+    @property
+    def recomputes_down_input(self) -> bool:
+        """Whether the MLP's own function does, outside of regions."""
+        in_8_bits = self.low_bit.gate_up_8bit and "swiglu" in self.kinds
+        return self.low_bit.down_input_recomputed or in_8_bits
 
     def region_input(self, name: str) -> float:
         """Bytes of the output of a norm that is not recomputed, where a region begins with the linear `name`."""
@@ -243,28 +266,28 @@ def _attention_region(shape: LayerShape, first: str, products: Mapping[str, floa
 
 
 def _mlp(shape: LayerShape) -> dict[str, float]:
-    config, kinds, element, low_bit = shape.config, shape.kinds, shape.element, shape.low_bit
+    config, element = shape.config, shape.element
     c, inner = config.hidden_size, config.intermediate_size
-    gate_up = {"gate_up output": 2 * inner * element}
-    if kinds & MLP_KINDS:
+    gate_up = {"gate_up output": 2 * inner * shape.gate_up_bytes}
+    if shape.mlp_kinds:
         down = {"down output": 0 if shape.compiled else c * element}
         return _mlp_region(
             shape, gate_up | down, shape.region_input("gate_up"), inner * shape.swiglu_output("down_proj")
         )
     kept = {**gate_up, "MLP's norm statistics": 4 + 4 * config.sub_norm}
     kept["mlp_norm output"] = c * shape.input_bytes("gate_up")
-    kept["down input"] = 0 if low_bit.down_input_recomputed else inner * shape.input_bytes("down_proj")
+    kept["down input"] = 0 if shape.recomputes_down_input else inner * shape.input_bytes("down_proj")
     kept["down norm input"] = inner * element * config.sub_norm
     return kept
 
 
 def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
-    config, kinds, element, low_bit = shape.config, shape.kinds, shape.element, shape.low_bit
+    config, element, low_bit = shape.config, shape.element, shape.low_bit
     mixture, c, shared = config.moe, config.hidden_size, config.moe.shared_width
-    products: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * element}
-    products["shared gate_up output"] = 2 * shared * element
+    products: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * shape.gate_up_bytes}
+    products["shared gate_up output"] = 2 * shared * shape.gate_up_bytes
     products["shared down output"] = c * element * mixture.shared_gate
-    if kinds & MLP_KINDS:
+    if shape.mlp_kinds:
         products["routing"] = 4 * mixture.experts
         products["experts' down output"] = 0 if shape.compiled else rows * c * element
         swiglu = rows * mixture.width * shape.swiglu_output("experts.down_proj")
@@ -274,12 +297,12 @@ def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
     kept["routing"] = 8 * mixture.experts + 16 * mixture.per_token + 4 * rows
     kept["mlp_norm output"] = c * element
     kept["experts' input"] = rows * c * shape.input_bytes("experts.gate_up")
-    if not low_bit.down_input_recomputed:
+    if not shape.recomputes_down_input:
         kept["experts' down input"] = rows * mixture.width * shape.input_bytes("experts.down_proj")
     if shared:
         codes = low_bit.layer["shared.gate_up"].kept_input  # without codes, the mlp_norm output that is kept anyway
         kept["shared input"] = 0 if codes is None else c * codes
-        if not low_bit.down_input_recomputed:
+        if not shape.recomputes_down_input:
             kept["shared down input"] = shared * shape.input_bytes("shared.down_proj")
     return kept
 

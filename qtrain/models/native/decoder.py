@@ -4,7 +4,7 @@ Projections that read the same input are one linear (`qkv`, `gate_up`): the inpu
 larger. Linears are always called as modules, so they can be swapped for quantized ones after the model is built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,12 @@ from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.mlp_chunks import run_in_chunks
-from qtrain.models.native.moe import MoE, Routed
+from qtrain.models.native.moe import Experts, MoE, Routed
 from qtrain.models.native.recompute import Kinds, LayerRegions
 from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
+from qtrain.quant import MLPMemory
 from qtrain.tensors.partition import Partition, Parts
 
 
@@ -167,9 +168,14 @@ class Decoder(nn.Module):
                 like = {"device": output.weight.device, "dtype": output.weight.dtype}
                 module.sub_norm = self.make_norm(output.in_features, eps=self.config.rms_norm_eps, **like)
 
-    def set_recompute(self, kinds: Kinds) -> None:
+    def set_recompute(self, kinds: Kinds, keep_8bit: Set[str] = frozenset()) -> None:
+        gate_up = "gate_up" in keep_8bit
+        memory = MLPMemory(gate_up, recomputes_activation=gate_up and "swiglu" in kinds)
         for layer in self.layers:
-            layer.regions = LayerRegions.of(kinds)
+            layer.regions = LayerRegions.of(kinds, gate_up)
+            for module in layer.modules():
+                if isinstance(module, MLP | Experts):
+                    module.memory = memory
 
     def set_mlp_chunks(self, chunks: int) -> None:
         """Run the MLPs of layers that are recomputed as a whole in so many chunks of tokens; mixtures run as before. To

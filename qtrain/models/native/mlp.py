@@ -3,10 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.kernels.swiglu.swiglu import swiglu
+from qtrain.kernels.swiglu.swiglu import swiglu, swiglu_8bit
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import SequenceInfo
-from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
+from qtrain.quant import KEEP_ALL, supports_swiglu_mlp, swiglu_mlp
 from qtrain.quant.arguments import Exchange
 
 
@@ -17,7 +17,9 @@ def runs_kernels(x: Tensor) -> bool:
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [..., C] -> [..., C]. `gate_up` holds the rows of gate, then up. width: the config's
-    if None."""
+    if None. `memory`: what takes the place of tensors that backward reads."""
+
+    memory = KEEP_ALL
 
     def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
@@ -32,10 +34,13 @@ class MLP(nn.Module):
 
     def compute(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
         """exchange: of `gate_up`, where it takes other processes' tokens too."""
-        if runs_kernels(x) and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
-            return swiglu_mlp(self.gate_up, self.down_proj, x, exchange)
+        linears, in_8_bits = (self.gate_up, self.down_proj), self.memory.gate_up_8bit
+        if (runs_kernels(x) or in_8_bits) and self.sub_norm is None and supports_swiglu_mlp(*linears, in_8_bits):
+            return swiglu_mlp(*linears, x, exchange, self.memory)
         gate_up = self.gate_up(x) if exchange is None else self.gate_up(x, exchange)  # [..., 2I]
-        if runs_kernels(x):
+        if in_8_bits:
+            y = swiglu_8bit(gate_up)
+        elif runs_kernels(x):
             y = swiglu(gate_up)
         else:
             gate, up = gate_up.chunk(2, dim=-1)

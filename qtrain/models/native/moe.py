@@ -16,6 +16,7 @@ from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.lora_experts import LoraExperts
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.router import Router, RouterLosses, Routing
+from qtrain.quant import KEEP_ALL
 from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
@@ -25,7 +26,10 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class Experts(nn.Module):
-    """The experts that a router chooses among. Of each, `gate_up` holds the rows of gate, then up."""
+    """The experts that a router chooses among. Of each, `gate_up` holds the rows of gate, then up. `memory`: as of an
+    `MLP`."""
+
+    memory = KEEP_ALL
 
     def __init__(self, experts: int, hidden_size: int, width: int):
         super().__init__()
@@ -39,12 +43,12 @@ class Experts(nn.Module):
         linears = self.gate_up, self.down_proj
         if any(isinstance(linear, LoraExperts) for linear in linears):
             gate_up, down = (m.arguments() if isinstance(m, LoraExperts) else AdaptedExperts(m) for m in linears)
-            return adapted_experts_mlp(gate_up, down, x, experts, weights)
+            return adapted_experts_mlp(gate_up, down, x, experts, weights, self.memory)
         return self.compute(x, experts, weights)
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`forward` without adapters."""
-        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights)
+        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights, self.memory)
 
 
 class MoE(nn.Module):

@@ -12,6 +12,10 @@ linears of every scheme, and a new operator without a word about it. With `block
 `aten._int_mm` is not kept: its int32 output is twice the size of the bf16 result computed from it. A product that sums
 over few columns, such as that of an adapter's B, is no more expensive to compute than to read, and is recomputed.
 Recomputed values must be identical; stochastic rounding is counter-based, so they are.
+
+With `gate_up` kept in 8 bits (--keep_8bit) the MLP's products are not kept in a region, but the codes of gate_up's
+output are. Backward reads nothing else of the products, so a compiler drops them from the recomputation. `swiglu` is
+then no region: the MLP's own autograd function computes from the codes (`quant/swiglu_mlp.py`).
 """
 
 import functools
@@ -38,6 +42,9 @@ ATTENTION_KINDS, MLP_KINDS = frozenset({"norm", "qkv", "attention"}), frozenset(
 
 Kinds = frozenset[str]
 
+TENSORS_8BIT = {"gate_up": "the output of gate_up, which the gradient of silu(gate) * up reads"}
+"""What --keep_8bit may list."""
+
 SETS: dict[str, Kinds] = {"none": frozenset(), "selective": frozenset({"norm", "swiglu"}), "full": frozenset({"block"})}
 """What --activation_checkpointing may be: names of sets of kinds."""
 
@@ -47,6 +54,14 @@ def as_kinds(names: Iterable[str], flag: str = "--recompute") -> Kinds:
     for name in names:
         if name not in KINDS:
             raise unknown_name(flag, "kind", name, KINDS)
+    return frozenset(names)
+
+
+def as_8bit(names: Iterable[str]) -> frozenset[str]:
+    """The set of these tensors. UserError for a name that is none."""
+    for name in names:
+        if name not in TENSORS_8BIT:
+            raise unknown_name("--keep_8bit", "tensor", name, TENSORS_8BIT)
     return frozenset(names)
 
 
@@ -75,6 +90,8 @@ _PRODUCT_NAMES = {f"qtrain::{name}" for name in (*GEMM_OPERATORS, *GROUPED_OPERA
 SWIGLU_OPERATORS = ("swiglu", "quantize_swiglu", "quantize_swiglu_delayed", "quantize_swiglu_rowwise")
 """silu(gate) * up, or its codes (`kernels/swiglu`)."""
 _SWIGLU_NAMES = {f"qtrain::{name}" for name in SWIGLU_OPERATORS}
+
+_KEPT_8BIT = "qtrain::keep_8bit"
 
 _FEW_COLUMNS = 128
 """At 2 FLOPs per term, a GPU sums fewer terms than this in less time than it moves the 2 bytes of the result."""
@@ -123,7 +140,7 @@ class Policy:
         elif op in _PRODUCTS or op.name() in _PRODUCT_NAMES:
             kept = getattr(self.kept, stage, True) and not _sums_few_columns(op, args)
         else:
-            kept = self.kept.swiglu and op.name() in _SWIGLU_NAMES
+            kept = op.name() == _KEPT_8BIT or (self.kept.swiglu and op.name() in _SWIGLU_NAMES)
         if stage == "qkv" and (op in _ATTENTION or op in _SOFTMAX):
             self.stages[ctx.is_recompute] = "o_proj"
         elif stage == "o_proj" and op is _aten.add.Tensor and args[0].shape == getattr(args[1], "shape", None):
@@ -186,14 +203,15 @@ class LayerRegions(NamedTuple):
     mlp: Callable[..., Any] = run
 
     @classmethod
-    def of(cls, kinds: Kinds) -> "LayerRegions":
+    def of(cls, kinds: Kinds, gate_up_8bit: bool = False) -> "LayerRegions":
+        assert not (gate_up_8bit and kinds & {"ffn", "block"}), "they compute again what is kept in 8 bits"
         if "block" in kinds:
             return cls(layer=Region())
-        swiglu = not kinds & {"swiglu", "ffn"}
-        kept = Kept(qkv="qkv" not in kinds, attention="attention" not in kinds, ffn="ffn" not in kinds, swiglu=swiglu)
+        swiglu, ffn = not kinds & {"swiglu", "ffn"}, "ffn" not in kinds and not gate_up_8bit
+        kept = Kept(qkv="qkv" not in kinds, attention="attention" not in kinds, ffn=ffn, swiglu=swiglu)
         if "norm" in kinds:
             return cls(layer=Region(contexts(kept)))
         return cls(
             attention=Region(contexts(kept)) if kinds & ATTENTION_KINDS else run,
-            mlp=Region(contexts(kept, "ffn")) if kinds & MLP_KINDS else run,
+            mlp=Region(contexts(kept, "ffn")) if kinds & MLP_KINDS and not gate_up_8bit else run,
         )

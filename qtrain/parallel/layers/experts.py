@@ -29,8 +29,8 @@ from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.execute import quantize_operands
-from qtrain.quant.experts import expert_arguments
-from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
+from qtrain.quant.high_precision import linear_arguments
+from qtrain.quant.swiglu_mlp import MLPMemory, NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
 
 ROUTES = "routes"
@@ -63,8 +63,9 @@ class EPExperts(Experts):
             self.down_proj.weight,
             *self.terms,
             experts,
-            expert_arguments(self.gate_up),
-            expert_arguments(self.down_proj),
+            linear_arguments(self.gate_up),
+            linear_arguments(self.down_proj),
+            self.memory,
             self.group,
             torch.is_grad_enabled(),
         )
@@ -95,6 +96,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         experts: Tensor,  # int64 [T, k]
         up: LinearArguments,
         down: LinearArguments,
+        memory: MLPMemory,
         group: RankGroup,
         grad_enabled: bool,
     ) -> Tensor:
@@ -120,7 +122,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
             ctx.batches = [_added(*routes, count, up, down, group)]
             operands = [quantize_routed(ctx.batches[0].up, x, x_needs, group)]
         found = [
-            mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype)
+            mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype, memory)
             for batch, rows in zip(ctx.batches, operands, strict=True)
         ]
         save_operands(ctx, *(operand for _, saved in found for operand in saved.operands))
@@ -158,7 +160,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         weight_gradients = [dup and dup[0], ddown and ddown[0], None, None]
         if ctx.in_order:
             weight_gradients = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
-        return dx, dweights, *weight_gradients, None, None, None, None, None
+        return dx, dweights, *weight_gradients, None, None, None, None, None, None
 
 
 def _added(

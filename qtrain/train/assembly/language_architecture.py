@@ -31,7 +31,7 @@ from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
 
@@ -133,7 +133,7 @@ class LanguageArchitecture(Architecture):
         return model
 
     def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
-        apply_recompute(model, recompute_kinds(settings))
+        apply_recompute(model, recompute_kinds(settings), kept_8bit(settings))
         if settings.mlp_chunks:
             model.set_mlp_chunks(settings.mlp_chunks)
 

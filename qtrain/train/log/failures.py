@@ -96,6 +96,17 @@ def _recompute_advice(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _8bit_advice(settings: Mapping[str, Any]) -> list[str]:
+    """--keep_8bit, where it goes with what is recomputed (as the table of exclusions has it)."""
+    named = {"selective": ("norm", "swiglu"), "full": ("block",)}.get(settings.get("activation_checkpointing"), ())
+    kinds = set(settings.get("recompute") or named)
+    again = {"ffn", "block"} | ({"norm"} if not settings.get("compile") else set())
+    again |= {"norm", "swiglu"} if settings.get("lora") else set()
+    if settings.get("keep_8bit") != () or kinds & again or settings.get("model_impl") == "hf":
+        return []
+    return ["""--keep_8bit '["gate_up"]' (now []; half of the MLP's largest tensor; rounds gradients)"""]
+
+
 def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -> list[str]:
     """Flags to change when memory runs out, the cheapest first; the global batch stays the same.
 
@@ -119,6 +130,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     chunks = settings.get("loss_chunks")
     if chunks is not None and chunks < 64:
         advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller chunks of logits)")
+    advice += _8bit_advice(settings)  # what follows changes values
     optim = settings.get("optim")
     # States in host memory take none of the GPU's.
     on_host = (settings.get("optim_kwargs") or {}).get("offload") or "m" in (settings.get("offload") or ())

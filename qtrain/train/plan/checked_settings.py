@@ -21,7 +21,7 @@ from qtrain.train.settings.machine import (
     mesh_of_world,
     run_world,
 )
-from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
@@ -81,11 +81,11 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     device, dtype = options.device, options.dtype
     world = run_world(settings)
     expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
+    recompute_kinds(settings), kept_8bit(settings)
     geometry, scheme, optimizer, schedule = options.geometry, options.scheme, options.optimizer, options.schedule
     notes = check_exclusions(options)
     check_planned_scheme(settings, scheme)
     check_trackers(settings.trackers)
-    recompute_kinds(settings)
     # Every process refuses its own mistakes before it joins; from here on they talk to each other.
     join_world(device, settings.rank_timeout)
     _check_alike(settings)

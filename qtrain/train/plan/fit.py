@@ -257,7 +257,16 @@ def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any
     if not isinstance(settings, LanguageSettings):
         return [{"activation_checkpointing": name} for name in ("none", "full")]
     by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
-    return [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+    found = [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+    return [flags for flags in found if _goes_with_8bit(replace(settings, **flags))]
+
+
+def _goes_with_8bit(settings: TrainSettings) -> bool:
+    try:
+        check_exclusions(Options(settings), option="--keep_8bit")
+    except UserError:
+        return False
+    return True
 
 
 def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: Callable[[], bool]) -> list[int]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.full_shard_memory import trained_ends
@@ -39,7 +40,8 @@ from qtrain.train.plan.traffic import (
     routed_bytes_per_token,
     weights_on_wire,
 )
-from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
+from qtrain.train.settings.settings import TrainSettings
 
 
 def plan_language_run(
@@ -58,6 +60,7 @@ def plan_language_run(
     # BitNet adds norms before the output projections, whose weights count.
     if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
+    _check_8bit(settings, model_config)
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
     of_layers = layer_linears(model_config)
@@ -89,6 +92,23 @@ def plan_language_run(
         resharding=settings.reshard_after_forward,
     )
     return make_plan(checked, linears, hardware, data, figures, parameters=counted.total, per_sample=settings.seq_len)
+
+
+def _check_8bit(settings: TrainSettings, model_config: ModelConfig) -> None:
+    """UserError where what --keep_8bit keeps would be computed again."""
+    if not kept_8bit(settings):
+        return
+    kinds = recompute_kinds(settings)
+    if model_config.moe_layers and "norm" in kinds:
+        raise UserError(
+            f"--keep_8bit: {settings.model} is a mixture of experts, whose gate_up norm would compute again; leave "
+            "norm (--activation_checkpointing selective) out."
+        )
+    if (model_config.mlp_bias or model_config.sub_norm) and kinds & {"norm", "swiglu"}:
+        raise UserError(
+            "--keep_8bit: with biases in the MLP, or a norm before its output projection, norm and swiglu would "
+            "compute gate_up again; leave them (--recompute, --activation_checkpointing selective) out."
+        )
 
 
 def _traffic(
@@ -287,6 +307,7 @@ def _low_bit_bytes(
         head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
         down_input_recomputed=rowwise,
         swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
+        gate_up_8bit="gate_up" in kept_8bit(checked.settings),
     )
 
 

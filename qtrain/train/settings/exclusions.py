@@ -24,7 +24,7 @@ from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
-from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import (
     OFFLOAD_NAMES,
     BatchGeometry,
@@ -173,6 +173,11 @@ def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
 
+def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
+    """Whether something is kept in 8 bits where one of these kinds is recomputed."""
+    return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
+
+
 def _offloads_states(o: Options) -> bool:
     return bool(set(o.settings.offload or ()) & set(HOST_NAMES))
 
@@ -290,6 +295,18 @@ RUN_EXCLUSIONS = (
         "; add --recompute '[\"block\"]', or leave it out"),
     Exclusion("--mlp_chunks", "--tp", lambda o: bool(o.get("mlp_chunks")) and o.settings.tp > 1,
         "{mlp_chunks}, but the ranks of --tp {tp} exchange the tokens of whole layers", "; leave one of them out"),
+    Exclusion("--keep_8bit", "--model_impl hf", lambda o: o.has("keep_8bit") and _transformers(o),
+        "it keeps tensors of qtrain's own decoder", "; use --model_impl native, or leave it out"),
+    Exclusion("--keep_8bit", "--recompute ffn or block", _keeps_8bit("ffn", "block"),
+        "ffn, and block or --activation_checkpointing full, compute the output of gate_up again and keep nothing of it",
+        "; leave one of them out"),
+    Exclusion("--keep_8bit", "--recompute norm without --compile",
+        lambda o: _keeps_8bit("norm")(o) and not o.settings.compile,
+        "without a compiler norm would compute gate_up's product again too",
+        "; add --compile, or leave norm (--activation_checkpointing selective) out"),
+    Exclusion("--keep_8bit", "--lora with --recompute norm or swiglu",
+        lambda o: _adapters(o) and _keeps_8bit("norm", "swiglu")(o),
+        "with adapters norm and swiglu would compute gate_up's product again", "; leave one of them out"),
     # ---- adapters ----
     *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
           "recomputed layers would drop other values", "; set dropout to 0")

@@ -39,7 +39,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "memory": "fit memory_limit activation_checkpointing recompute loss_chunks mlp_chunks weight_codes offload",
+        "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
+        "offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
@@ -195,6 +196,9 @@ class LanguageSettings(TrainSettings):
     recompute: JsonNames = ()
     """Save memory by recomputing these in the backward pass, a JSON list of norm, swiglu, qkv, attention, ffn and
     block, such as ["norm","qkv"]; []: those that --activation_checkpointing names."""
+    keep_8bit: JsonNames = ()
+    """Save memory by keeping these for the backward pass in 8 bits, which rounds gradients: a JSON list of gate_up (the
+    input of the MLP's activation function), so ["gate_up"]; []: nothing."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128

@@ -5,6 +5,9 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from qtrain.models import (
     RECOMPUTE_SETS,
@@ -152,21 +155,76 @@ def test_eager_layers_keep_what_the_table_says_of_each_kind(scheme, kinds):
     assert found == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
 
 
+PRODUCTS = {"aten.mm.default", "aten.addmm.default", "qtrain.scaled_mm.default", "qtrain.int8_mm.default",
+            "qtrain.blockwise_mm.default", "aten._int_mm.default"}  # fmt: skip
+KINDS_WITH_8BIT = ([], ["swiglu"], ["norm"], ["norm", "swiglu"], ["qkv"], ["norm", "swiglu", "qkv", "attention"])
+
+
+def in_8_bits(scheme: str) -> LowBitBytes:
+    return dataclasses.replace(BYTES_OF_SCHEMES[scheme] or LowBitBytes.plain(2), gate_up_8bit=True)
+
+
+@pytest.mark.usefixtures("compiler", "as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("scheme", "kinds"),
+    sampled(
+        list(itertools.product(BYTES_OF_SCHEMES, KINDS_WITH_8BIT)),
+        lambda *case: case not in (("bf16", ["swiglu"]), ("int8", []), ("fp8_blockwise", ["norm"])),
+    ),
+    ids=str,
+)
+def test_compiled_layers_keep_gate_up_in_8_bits(scheme, kinds):
+    torch._dynamo.reset()
+    model = recomputing("qwen2", scheme, [])
+    apply_recompute(model, kinds, ["gate_up"])
+    products = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object):
+        products.append(sum(str(node.target) in PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    model.layers[0].compile(fullgraph=True, backend=backend)
+    expected = saved_per_token(model.config, frozenset(kinds), True, 2, in_8_bits(scheme))
+    assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+    # Two of each linear: what is not kept of gate_up and down is not computed again.
+    assert products[:2] == [4, 8 + ("qkv" in kinds)]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kinds", [kinds for kinds in KINDS_WITH_8BIT if "norm" not in kinds], ids=str)
+@pytest.mark.parametrize("scheme", BYTES_OF_SCHEMES)
+def test_eager_layers_keep_gate_up_in_8_bits(scheme, kinds):
+    """Norms differ on a CPU, as in the test without."""
+    model = recomputing("qwen2", scheme, [])
+    apply_recompute(model, kinds, ["gate_up"])
+    x, info = layer_input(model, 2, 64)
+    with PeakBytes((x, *model.parameters(), *model.buffers(), *info[2:4])) as counted:
+        out = model.layers[0](x, info)
+        found = (counted.live - out.nbytes) / 128
+    expected = saved_per_token(model.config, frozenset(kinds), False, 2, in_8_bits(scheme))
+    expected["of norms"] = 2 * 8 * model.config.hidden_size
+    expected["after attention"] -= 2 * model.config.hidden_size
+    assert found == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("lora", "mode"),
+    ("lora", "mode", "keep_8bit"),
     sampled(
         [
-            (Lora(r=4, base="nf4"), "none"),
-            (Lora(r=4, base="int8"), "none"),
-            (Lora(r=4, base="nf4"), "selective"),
-            (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
-            (Lora(r=4, base="nf4", dora=True), "none"),
+            (Lora(r=4, base="nf4"), "none", ()),
+            (Lora(r=4, base="int8"), "none", ()),
+            (Lora(r=4, base="nf4"), "selective", ()),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none", ()),
+            (Lora(r=4, base="nf4", dora=True), "none", ()),
+            (Lora(r=4, base="nf4"), "none", ("gate_up",)),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none", ("gate_up",)),
         ],
-        lambda lora, mode: (lora.base, mode) != ("int8", "none"),
+        lambda lora, mode, keep_8bit: (lora.base, mode) != ("int8", "none"),
     ),
 )
-def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode):
+def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode, keep_8bit):
     """What a token takes, and beside it the adapters' copies in bf16 (and DoRA's gains: a few bytes a row)."""
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
@@ -174,10 +232,11 @@ def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, 
     if lora.base != "none":
         quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
     add_lora(model, lora, seed=0)
-    apply_recompute(model, RECOMPUTE_SETS[mode])
+    apply_recompute(model, RECOMPUTE_SETS[mode], keep_8bit)
     compile_layers(model)
-    part = only_adapters(model.config, lora)
-    expected = part.kept(saved_per_token(model.config, RECOMPUTE_SETS[mode], True, 2), 2, kinds=RECOMPUTE_SETS[mode])
+    part, low_bit = only_adapters(model.config, lora), in_8_bits("bf16") if keep_8bit else None
+    kinds = RECOMPUTE_SETS[mode]
+    expected = part.kept(saved_per_token(model.config, kinds, True, 2, low_bit), 2, kinds=kinds)
     copies = part.added_bytes(2) - part.bytes if mode == "none" else 0
     found = kept_bytes(model, 2, 64) * 128
     assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
@@ -203,16 +262,19 @@ EXPERT_ADAPTERS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @pytest.mark.parametrize(
-    ("scheme", "lora"),
+    ("scheme", "lora", "keep_8bit"),
     [
-        ("bf16", None),
-        ("int8", None),
-        ("bf16", Lora(r=5, targets=EXPERT_ADAPTERS)),
-        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS, dropout=0.1)),
-        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS[1])),
+        ("bf16", None, ()),
+        ("int8", None, ()),
+        ("bf16", Lora(r=5, targets=EXPERT_ADAPTERS), ()),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS, dropout=0.1), ()),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS[1]), ()),
+        ("bf16", None, ("gate_up",)),
+        ("int8", None, ("gate_up",)),
+        ("bf16", Lora(r=5, targets=EXPERT_ADAPTERS), ("gate_up",)),
     ],
 )
-def test_a_mixture_keeps_what_the_table_says(scheme, lora):
+def test_a_mixture_keeps_what_the_table_says(scheme, lora, keep_8bit):
     """Its rows with their padding; norms and attention are as of any layer."""
     shape = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
     model = drawn(source_of("qwen3_moe", **shape), dtype=torch.bfloat16)
@@ -221,6 +283,8 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
         quantize_linears(model, SCHEMES.get("int8", "--quantize")(), seed=0, head=model.lm_head)
         kept_input = dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))
         low_bit = LowBitBytes(kept_input, down_input_recomputed=True)
+    if keep_8bit:
+        low_bit = dataclasses.replace(low_bit or LowBitBytes.plain(2), gate_up_8bit=True)
     rows, tokens = rows_per_token(model.config, 512), 512
     saved = saved_per_token(model.config, frozenset(), False, 2, low_bit, rows)
     if lora is not None:
@@ -228,6 +292,7 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
         saved = only_adapters(model.config, lora).kept(saved, 2, rows)
         assert (saved["mlp_norm output"] > 0) == (lora.targets == EXPERT_ADAPTERS)
     expected = {name: size for name, size in saved.items() if "experts" in name or name == "routing"}
+    apply_recompute(model, [], keep_8bit)
     expected["routing"] -= 4 * rows + 4 * model.config.moe.per_token  # indices of rows are no saved tensors
     x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
     own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
@@ -240,7 +305,7 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         kept = model.layers[0].mlp(x, SequenceInfo(*x.shape[:2], None, None))
-    assert len(kept) == 3 and sum(found.values()) / tokens == pytest.approx(sum(expected.values()), rel=0.01)
+    assert len(kept) == 3 and sum(found.values()) / tokens == pytest.approx(sum(expected.values()), rel=0.015)
 
 
 @pytest.mark.parametrize("tied", [False, True])

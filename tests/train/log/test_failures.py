@@ -57,6 +57,18 @@ def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_pat
     assert "No checkpoint yet" in str(nonfinite(7, "loss", float("inf"), None, None))
 
 
+def test_advice_to_keep_8_bits_goes_with_what_is_recomputed():
+    def advised(**settings) -> bool:
+        return any(
+            "--keep_8bit" in line for line in memory_advice({"keep_8bit": (), "model_impl": "native", **settings})
+        )
+
+    assert advised() and advised(recompute=("swiglu",)) and advised(activation_checkpointing="selective", compile=True)
+    assert not advised(activation_checkpointing="selective") and not advised(recompute=("ffn",), compile=True)
+    assert not advised(activation_checkpointing="full") and not advised(model_impl="hf")
+    assert not advised(keep_8bit=("gate_up",)) and not advised(lora={"r": 2}, recompute=("swiglu",))
+
+
 def test_advice_adds_kinds_to_those_that_are_recomputed():
     def flags(*kinds: str) -> list[str]:
         settings = {"activation_checkpointing": "none", "recompute": kinds}

@@ -122,6 +122,26 @@ CASES = {
         {"mlp_chunks": 4, "activation_checkpointing": "full", "tp": 2},
         {"tp": 1},
     ),
+    ("--keep_8bit", "--model_impl hf"): (
+        PRETRAIN,
+        {"keep_8bit": ("gate_up",), "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
+    ("--keep_8bit", "--recompute ffn or block"): (
+        PRETRAIN,
+        {"keep_8bit": ("gate_up",), "activation_checkpointing": "full"},
+        {"activation_checkpointing": "none", "recompute": ("swiglu",)},
+    ),
+    ("--keep_8bit", "--recompute norm without --compile"): (
+        PRETRAIN,
+        {"keep_8bit": ("gate_up",), "recompute": ("norm",)},
+        {"compile": True},
+    ),
+    ("--keep_8bit", "--lora with --recompute norm or swiglu"): (
+        FINETUNE,
+        {"keep_8bit": ("gate_up",), "lora": LORA, "recompute": ("swiglu",)},
+        {"recompute": ("qkv",)},
+    ),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},

@@ -48,6 +48,7 @@ def train(
     changed_step: int | None = None,
     quantize_head: bool = False,
     recompute: str = "none",
+    keep_8bit: tuple[str, ...] = (),
     offload: tuple[str, ...] = (),
     layers: int = WIDE["num_hidden_layers"],
     master: str = "none",
@@ -59,7 +60,7 @@ def train(
     device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     source, moved = ModelSource("tiny", config, "--model"), "gradients" in offload  # weights then are, too
     model = build_model(source, seed=1, device=device, dtype=torch.bfloat16, lazy=moved)
-    apply_recompute(model, RECOMPUTE_SETS[recompute])
+    apply_recompute(model, RECOMPUTE_SETS[recompute], keep_8bit)
     if "residuals" in offload:
         model.residual_offload = ResidualOffload(layers)
     made = SCHEMES.make(scheme, options, "--quantize")
@@ -117,6 +118,16 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
     assert replayed == ordinary
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_rowwise", "fp8_blockwise"])
+def test_same_bits_with_gate_up_in_8_bits(scheme):
+    kept = {"recompute": "selective", "keep_8bit": ("gate_up",)}
+    ordinary, weights, _ = train(scheme, {}, 1, graphed=False, **kept)
+    replayed, weights_replayed, _ = train(scheme, {}, 1, graphed=True, **kept)
+    assert replayed == ordinary
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
 
 
 @pytest.mark.gpu
