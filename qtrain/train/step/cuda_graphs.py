@@ -7,9 +7,12 @@ writes the gradients; of a further one, which adds to them; and the refresh of a
 each other for it. What changes from step to step is read from tensors: tokens, labels, document ids (the attention mask
 is computed inside the graph), the count of trained tokens, the Philox keys of stochastic rounding.
 
-A replay gives the same bits as the ordinary step. A graph reserves as much memory as the ordinary step takes.
+A replay gives the same bits as the ordinary step. A graph reserves as much memory as the ordinary step takes, and holes
+between its tensors, which the allocator cannot give back during a capture. Where that is more than there is, steps run
+without: their micro-batches are then so large that a GPU is busy while Python launches the next kernels.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 
@@ -164,15 +167,21 @@ class StepGraphs:
             # thread_local: the prefetching thread may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = run()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self._refused = True
-            if self._parallel is not None:
-                self._parallel.abort_micro_batch()
-            # The generator still believes that it is being captured, and would fail outside of a capture.
-            generator = torch.cuda.default_generators[self._device.index]
-            generator.graphsafe_set_state(generator.clone_state())
-            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", first_line(error))
-            return None
-        return graph, result
+            reason, no_memory = first_line(error), isinstance(error, torch.cuda.OutOfMemoryError)
+        else:
+            return graph, result
+        del graph
+        self._refused = True
+        if self._parallel is not None:
+            self._parallel.abort_micro_batch()
+        # The generator still believes that it is being captured, and would fail outside of a capture.
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        if no_memory:
+            reason = "there is not enough memory for both"
+            self.release()  # the graph of the first micro-batch, which has reserved as much as the ordinary step needs
+            gc.collect()
+            torch.cuda.empty_cache()
+        log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", reason)
+        return None

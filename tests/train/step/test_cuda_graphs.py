@@ -13,6 +13,7 @@ from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.settings.settings import OFFLOAD_NAMES
+from qtrain.train.step import cuda_graphs
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
@@ -118,6 +119,30 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
     assert replayed == ordinary
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captures", [1, 2])
+def test_a_capture_that_runs_out_of_memory_is_given_up(captures, monkeypatch, caplog):
+    """In the middle of the first or second one of a step: steps go on with the same bits, and its memory is free."""
+    ordinary, weights, _ = train("fp8_tensorwise", {}, 3, graphed=False)
+    begun = 0
+    whole = cuda_graphs.forward_backward
+
+    def forward_backward(*args):
+        nonlocal begun
+        nll = whole(*args)
+        if torch.cuda.is_current_stream_capturing():
+            begun += 1
+            if begun == captures:
+                torch.empty(2**46, dtype=torch.uint8, device="cuda")
+        return nll
+
+    monkeypatch.setattr(cuda_graphs, "forward_backward", forward_backward)
+    replayed, weights_replayed, graphs = train("fp8_tensorwise", {}, 3, graphed=True)
+    assert replayed == ordinary and begun == captures and not graphs._micro_steps
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    assert "runs without (there is not enough memory for both)" in caplog.text
 
 
 @pytest.mark.gpu
