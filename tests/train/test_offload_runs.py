@@ -15,7 +15,7 @@ from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.train.settings.exclusions import Options
 from qtrain.train.settings.settings import OFFLOAD_NAMES
 from tests.cases import sampled
-from tests.data.corpora import write_jsonl, write_questions
+from tests.data.corpora import write_jsonl
 from tests.system import call, contents, flags, losses, only_run, write_model
 
 
@@ -84,8 +84,7 @@ def test_weights_in_host_memory_are_saved_in_the_background_and_exported(monkeyp
 
 def tune(name: str, names: tuple[str, ...], **settings) -> Path:
     """The folder of a finished run of adapters on NF4."""
-    write_questions(Path("questions.jsonl"))
-    data = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
+    data = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
     chosen = {"model": "tiny.json", "pretrained": False, "train_ds": data, "seq_len": 64, "n_steps": 4, "batch_size": 2}
     chosen |= {"device": "cpu", "runs_dir": name, "lora": {"r": 2, "base": "nf4"}, "dtype": "bf16", "lr": 1e-2}
     done = call(llm_finetune.main, [*flags(**{**chosen, **settings}), f"--offload={json.dumps(names)}"])
