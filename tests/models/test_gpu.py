@@ -224,7 +224,7 @@ def test_gate_up_in_8_bits_takes_what_is_planned(mode):
 @pytest.mark.parametrize("scheme", ["bf16", "int8", "fp8_blockwise"])
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_gate_up_in_8_bits_in_compiled_layers(scheme, mode):
-    """The loss is that of compiled layers without, gradients are within 8%."""
+    """The loss is that of compiled layers without, gradients are within 12%, with those of the scheme."""
     found = []
     for names in ((), ("gate_up",)):
         torch._dynamo.reset()
@@ -234,7 +234,7 @@ def test_gate_up_in_8_bits_in_compiled_layers(scheme, mode):
         compile_layers(model)
         found.append(results(model, None))
     assert found[0]["loss"].item() == pytest.approx(found[1]["loss"].item(), rel=1e-4)
-    assert_close(found[1], found[0], 0.08)
+    assert_close(found[1], found[0], 0.12)
 
 
 @pytest.mark.parametrize("name,kwargs", [("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"})])

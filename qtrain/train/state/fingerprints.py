@@ -77,7 +77,7 @@ def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master
         # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
         parts = group.all_gather_no_grad(torch.stack(sums)[None])
         sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
-    totals = torch.stack(sums).tolist() if sums else []
+    totals = torch.stack([total.cpu() for total in sums]).tolist() if sums else []  # some may be in host memory
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor, splits[name])} {total}"
         for (name, tensor), total in zip(frozen.items(), totals, strict=True)

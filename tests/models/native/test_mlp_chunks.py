@@ -265,6 +265,7 @@ def test_a_gpus_peak_is_the_planned_one(base):
         step = StepShape(1, length, recompute=frozenset({"block"}), accumulates=True, mlp_chunks=chunks)
         moments = estimate_memory(model.config, step, trained=only_adapters(model.config, lora)).moments
         planned = max(m["activations"] + m["temporaries"] for n, m in moments.items() if n != "the model's build")
-        assert planned == pytest.approx(taken, rel=0.1), f"{planned / 2**20:.0f} and {taken / 2**20:.0f} MiB"
+        # Inductor may free one of the six tensors of an MLP with adapters before it makes the last: 14% at most.
+        assert 0.98 * taken < planned < 1.16 * taken, f"{planned / 2**20:.0f} and {taken / 2**20:.0f} MiB"
         found.append(taken)
     assert found[1] < 0.6 * found[0]
