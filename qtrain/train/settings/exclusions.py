@@ -266,7 +266,8 @@ RUN_EXCLUSIONS = (
         lambda o: "gradients" in o.offload and _stored(o),
         "--quantize {quantize} stores weights in low bits, which stay on the GPU",
         "; take weights and gradients out of the list"),
-    *(Exclusion(f"--{name}", "--offload gradients", lambda o, name=name: "gradients" in o.offload and o.has(name), why)
+    *(Exclusion(f"--{name}", "--offload gradients", lambda o, name=name: "gradients" in o.offload and o.has(name), why,
+          "; leave it out, or take weights and gradients out of --offload")
       for name, why in (("optimizer_in_backward", "it leaves no gradients that could be in host memory"),
                         ("deterministic", "it adds gradients in fp32 on the GPU"))),
     _note("--offload", "--optim without what it names",
