@@ -61,11 +61,10 @@ def prepare(
     planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
     checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
-        plan = dataclasses.replace(
-            plan,
-            advice=advice(checked, plan, lambda changed: planned(changed).plan),
-            within=lambda limit: flags_within(checked, limit, lambda changed: planned(changed).plan),
-        )
+        within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed).plan)
+        fitted = getattr(checked.settings, "fit", "off") == "auto"  # it has searched already
+        found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
+        plan = dataclasses.replace(plan, advice=found, within=within)
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
