@@ -100,8 +100,8 @@ def train(settings: FinetuneSettings) -> None:
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
-    settings = checked.settings
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
+    checked, settings = text.checked, text.settings
     questions = []
     if settings.accuracy:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)

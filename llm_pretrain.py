@@ -62,8 +62,8 @@ def train(settings: PretrainSettings) -> None:
     checked = check_settings(settings, SCRIPT)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     checked = fit_memory(checked, architecture)
-    settings = checked.settings
     text = open_text(checked, architecture)
+    checked, settings = text.checked, text.settings
     if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")
     questions = []

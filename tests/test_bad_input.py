@@ -322,7 +322,19 @@ CHOICES = [
     wrong("--optim (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
     wrong("--optim (adamw).betas", "out of range", "0.999999", optim_kwargs={"betas": [1, 1]}),
     wrong("--lr_schedule_kwargs: unknown key 'warm_up'", "Did you mean 'warmup'?", lr_schedule_kwargs={"warm_up": 0.1}),
-    wrong("--lr_schedule_kwargs.warmup: 100.0 is out of range", "from 0 to 1", lr_schedule_kwargs={"warmup": 100}),
+    wrong(
+        "--lr_schedule_kwargs: warmup and decay are 100 + 0 steps of a run of 2; give fewer, or more --n_steps",
+        lr_schedule_kwargs={"warmup": 100},
+    ),
+    wrong(
+        "--lr_schedule_kwargs.decay: 1.5 is neither a fraction of the steps, at most 1, nor a whole number",
+        lr_schedule_kwargs={"decay": 1.5},
+    ),
+    wrong(
+        "--lr_schedule_kwargs.stable: inverse_sqrt counts in steps of the warm-up",
+        lr_schedule_kwargs={"warmup": 0, "stable": "inverse_sqrt"},
+    ),
+    wrong("stable: 'wsd' is not allowed", "one of 'constant', 'inverse_sqrt'", lr_schedule_kwargs={"stable": "wsd"}),
     wrong("--lr_schedule_kwargs", "more than the whole run", lr_schedule_kwargs={"warmup": 0.6, "decay": 0.6}),
     wrong("decay_type: 'cos' is not allowed", "'cosine'", lr_schedule_kwargs={"decay_type": "cos"}),
     wrong("--batch_size: 8 is not micro_batch_size x", "3 x auto", batch_size=8, micro_batch_size=3),

@@ -116,6 +116,33 @@ def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Strea
     return stream
 
 
+COUNTED_TOKENS = 300e6
+"""As many are tokenized to count the samples of an epoch, in a few minutes."""
+
+
+def count_samples(spec: Mapping[str, Any], stream: Stream, ctx: StreamContext, flag: str) -> int:
+    """The samples of an epoch of the dataset `spec`, open as `stream`: as it knows them, or by reading all of it.
+    UserError naming `flag` where that has no end, or would take long."""
+    if stream.samples_per_epoch is not None:
+        return stream.samples_per_epoch
+    kind, about = shown(spec["type"]), stream.estimated_samples()
+    if about is None:
+        raise UserError(f"{flag}: the size of data of type {kind} is not known before all are read; give --n_steps.")
+    if about * ctx.seq_len > COUNTED_TOKENS:
+        raise UserError(
+            f"{flag}: some {about:,.0f} sequences of data of type {kind} would have to be tokenized to count them; "
+            "give --n_steps, or tokenize them first with tokenize_data.py."
+        )
+    epoch = open_stream(spec, dataclasses.replace(ctx, epochs=1), flag)
+    count = 0
+    try:
+        while True:
+            epoch.next_sample()
+            count += 1
+    except StopIteration:
+        return count
+
+
 def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
     """The tokenizer of the dataset that `spec` describes: named in it, or stored with its token shards."""
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.comm.ranks import first_difference
+from qtrain.comm.ranks import first_difference, from_rank_0
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
@@ -14,6 +14,7 @@ from qtrain.data.stream import (
     Stream,
     StreamContext,
     check_kind,
+    count_samples,
     dataset_tokenizer,
     eval_batches,
     open_stream,
@@ -21,24 +22,26 @@ from qtrain.data.stream import (
 )
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import ModelSource
-from qtrain.parallel.mesh import Mesh
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.log.status import epochs, short_number
-from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings, count_steps
 from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclass(frozen=True)
 class TextData:
-    """tokenizer: None if neither the data nor the model names one. stream: open, at its start."""
+    """checked: with the steps of --n_epochs. tokenizer: None if neither the data nor the model names one. stream: open,
+    at its start."""
 
-    settings: LanguageSettings
+    checked: CheckedSettings
     context: StreamContext
     tokenizer: Tokenizer | None
     stream: Stream
-    micro_batch_size: int
-    mesh: Mesh
     eval_windows: list[Batch]
+
+    @property
+    def settings(self) -> LanguageSettings:
+        return self.checked.settings
 
     @property
     def described(self) -> list[str]:
@@ -63,14 +66,15 @@ class TextData:
         data."""
         if position is not None:
             check_kind(position, self.stream.position(), "--train_ds")
+        mesh = self.checked.mesh
         try:
             return Loader(
                 self.stream,
-                self.micro_batch_size,
+                self.checked.geometry.micro_batch_size,
                 num_workers=self.settings.num_workers,
                 position=position,
-                rank=self.mesh.dp_rank,
-                ranks=self.mesh.dp_size,
+                rank=mesh.dp_rank,
+                ranks=mesh.dp_size,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if position is None:
@@ -116,7 +120,22 @@ def open_text(
     if settings.eval_ds is not None:
         sequences = settings.eval_sequences
         windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
-    return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh, windows)
+    checked = count_steps(checked, _steps_of_epochs(settings, stream, context))
+    return TextData(checked, context, tokenizer, stream, windows)
+
+
+def _steps_of_epochs(settings: LanguageSettings, stream: Stream, context: StreamContext) -> int:
+    """The optimizer steps of --n_epochs; 0 without. UserError where the size of the data is not known."""
+    if not settings.n_epochs:
+        return 0
+    samples = from_rank_0(lambda: count_samples(settings.train_ds, stream, context, "--n_epochs"))
+    steps = settings.n_epochs * samples // settings.batch_size
+    if not steps:
+        raise UserError(
+            f"--n_epochs: {settings.n_epochs} epochs of {samples:,} sequences are less than one batch of "
+            f"{settings.batch_size:,}; give more epochs, or a smaller --batch_size."
+        )
+    return steps
 
 
 def _check_alike(data: Mapping[str, Any]) -> None:

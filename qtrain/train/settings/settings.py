@@ -118,8 +118,10 @@ class TrainSettings:
     num_workers: Workers = 0
     """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
-    n_steps: Count = 1000
-    """Optimizer steps to train."""
+    n_epochs: CountOrZero = 0
+    """Passes over the training data, whose size must be known, in place of --n_steps; 0: --n_steps says."""
+    n_steps: Count | None = None
+    """Optimizer steps to train; None: as many as --n_epochs has, without it 1000."""
     batch_size: BatchSize = 4
     """Sequences per optimizer step."""
     micro_batch_size: MicroBatchSize = 0
@@ -137,8 +139,9 @@ class TrainSettings:
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay of weight matrices and embeddings; norms and biases have none."""
     lr_schedule_kwargs: JsonDict = None
-    """Learning-rate schedule as a JSON object: warmup and decay, fractions of the steps (0.02 and 0.2 by default),
-    decay_type (linear, cosine or sqrt; linear), final, the last rate as a fraction of --lr (0)."""
+    """Learning-rate schedule (WSD) as a JSON object: warmup and decay (0.02 and 0.2), each a fraction of the steps up
+    to 1, which is all of them, or above 1 a number of steps; decay_type (linear, cosine or sqrt; linear); final, the
+    last rate as a fraction of --lr (0); stable, the rate between the two (constant or inverse_sqrt; constant)."""
     clip_grad_norm: NotNegative = 1.0
     """Clip the gradient to this L2 norm, over all parameters; 0: no clipping."""
     optimizer_in_backward: bool = False
