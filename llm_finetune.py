@@ -155,7 +155,7 @@ def train(settings: FinetuneSettings) -> None:
         if counts := [f"{data[key]:,} {key}" for key in ("read", "dropped", "cut", "empty") if key in data]:
             log.info("examples    %s", ", ".join(counts))
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
         with export_weights(run) as whole:
             if whole is not None and lora is not None:

@@ -106,7 +106,7 @@ def train(settings: PretrainSettings) -> None:
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
         if settings.export:
             folder = run.folder.path

@@ -117,7 +117,7 @@ def train(settings: VisionSettings) -> None:
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
         folder = run.folder.path / "timm"
         with export_weights(run) as whole:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from qtrain.comm import ranks
 from qtrain.comm.ranks import check_launcher, join_world
 from qtrain.core.errors import UserError
+from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
@@ -411,6 +412,13 @@ def test_a_mistake_before_any_process_is_started(server, says, settings, tmp_pat
     done = server.start("llm_pretrain", argv, patch=NO_PROCESSES).wait()
     assert done.code == 2 and says in done.err and done.err.count("\n") == 1
     assert done.out == "" and tree(tmp_path) == {}
+
+
+def test_ranks_whose_time_is_up_stop_after_the_same_step(server, tmp_path):
+    settings = {**PRETRAIN, "n_steps": 100_000, "eval_interval": 0, "ckpt_interval": 0, "max_hours": 0.001}
+    found = run(server, 2, "llm_pretrain", tmp_path / "runs", **settings)
+    (checkpoint,) = (found / "checkpoints").iterdir()
+    assert int(checkpoint.name) == read_metrics(found / "metrics.jsonl")[-1]["step"] < 100_000
 
 
 def test_gpus_2_is_planned_without_processes(server, tmp_path):

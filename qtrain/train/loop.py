@@ -16,7 +16,7 @@ from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.hardware import keep_freed_memory
-from qtrain.core.process import peak_resident_bytes
+from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
@@ -30,7 +30,7 @@ from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
-from qtrain.train.signals import StopSignals
+from qtrain.train.signals import TIME_UP, StopSignals
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
@@ -95,16 +95,18 @@ class Training:
         config, where, names = as_dict(settings), run.folder.path, settings.trackers if rank() == 0 else ()
         return open_trackers(names, config, where, settings.project, settings.run_name, run.state.step)
 
-    def fit(self) -> int:
-        """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
-        TrainingStopped if training fails."""
+    def fit(self) -> int | None:
+        """Train to the last step. Returns None; or the exit code, where a signal or --max_hours stopped it earlier.
+        Raises TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
         note_step(run.state.step)
         try:
             with contextlib.ExitStack() as stack:
                 step, checkpoint = lambda: run.state.step + 1, lambda: run.checkpoints.latest()
                 stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, step, checkpoint))
-                stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
+                deadline = STARTED + 3600 * (math.inf if settings.max_hours is None else settings.max_hours)
+                stop = StopSignals(collective=run.parallel.mesh.world > 1, deadline=deadline)
+                stack.enter_context(stop)
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
                 # Before the first step, or the evaluation that a stop signal has skipped.
@@ -126,11 +128,15 @@ class Training:
             self._settle_save()
             self.metrics.close()
             self.trackers.close()
-        if run.state.step < settings.n_steps and not settings.keep_ckpts:
+        if run.state.step == settings.n_steps:
+            return None
+        if not settings.keep_ckpts:
             log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
-        elif run.state.step < settings.n_steps:
-            log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
-        return stop.exit_code if run.state.step < settings.n_steps else 0
+        else:
+            why = f" after --max_hours {settings.max_hours:g}" if stop.requested == TIME_UP else ""
+            command = resume_command(run.folder, run.script)
+            log.info("stopped at step %d%s; resume with:\n  %s", run.state.step, why, command)
+        return stop.exit_code
 
     def record_results(self, results: Mapping[str, float]) -> None:
         """After `fit`: add results of the exported model to metrics.jsonl, the trackers and the report."""

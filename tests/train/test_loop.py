@@ -3,14 +3,17 @@
 import html
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import llm_pretrain
+import qtrain.train.signals as signals
 from qtrain.data.files import text_files
 from qtrain.data.text import text_datasets
 from qtrain.data.text.documents import DocumentOrder, Documents
@@ -102,6 +105,22 @@ def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int 
 def resume_arguments(out: str) -> list[str]:
     """The arguments of the printed resume command."""
     return out.split("resume with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
+
+
+def test_a_run_whose_time_is_up_saves_and_ends_well():
+    """After the step, without the evaluation that is due and without an export; what it prints resumes it."""
+    settings = {"eval_interval": 1, "max_hours": 2}
+    assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        step = Training._step
+        up = SimpleNamespace(monotonic=lambda: math.inf)
+        patch.setattr(Training, "_step", lambda *args: (step(*args), patch.setattr(signals, "time", up)))
+        done = call(llm_pretrain.main, argv(**settings, export=True))
+    assert done.code == 0 and "stopped at step 1 after --max_hours 2; resume with:" in done.out, done.err
+    run = only_run(Path("runs"))
+    assert steps() == ([1], [0], [1]) and not (run / "hf").exists()
+    resumed = call(llm_pretrain.main, [*resume_arguments(done.out), "--no_export"])
+    assert resumed.code == 0 and losses(run) == losses(only_run(Path("whole"))), resumed.err
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,9 @@ RUN_EXCLUSIONS = (
         lambda o: o.settings.deterministic and o.has("gradient_accumulation") and not o.has("micro_batch_size"),
         "with it the micro-batch, and so the last bits of a --deterministic loss, depends on the number of "
         "processes; give --micro_batch_size instead"),
+    # ---- checkpoints ----
+    Exclusion("--max_hours", "--keep_ckpts 0", lambda o: o.has("max_hours") and not o.settings.keep_ckpts,
+        "it saves where it stops, and --keep_ckpts 0 saves nothing", "; leave one of them out"),
     # ---- evaluation, samples, data ----
     Exclusion("--hellaswag_file", "no --hellaswag", _without("hellaswag_file", "hellaswag"), "needs --hellaswag"),
     Exclusion("--hellaswag_limit", "no --hellaswag", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag"),

@@ -35,7 +35,7 @@ class TrainSettings:
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
-        "schedule": "n_epochs n_steps lr_schedule_kwargs",
+        "schedule": "n_epochs n_steps max_hours lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
@@ -122,6 +122,9 @@ class TrainSettings:
     """Passes over the training data, whose size must be known, in place of --n_steps; 0: --n_steps says."""
     n_steps: Count | None = None
     """Optimizer steps to train; None: as many as --n_epochs has, without it 1000."""
+    max_hours: Annotated[float, Range(0.001, 10**5)] | None = None
+    """Hours after the start of the process at which the run saves a checkpoint, prints how to resume, and ends with
+    exit code 0 without exporting; None: no limit."""
     batch_size: BatchSize = 4
     """Sequences per optimizer step."""
     micro_batch_size: MicroBatchSize = 0

@@ -288,6 +288,10 @@ class Run:
             except Exception as error:
                 self._log_failure(error)
                 raise
+            except SystemExit as stop:
+                if stop.code == 0:  # stopped by --max_hours: no rank takes the end of another for a fault
+                    leave_world()
+                raise
         leave_world()
 
     def _log_failure(self, error: Exception) -> None:
