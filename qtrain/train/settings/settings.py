@@ -36,9 +36,10 @@ class TrainSettings:
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
         "schedule": "n_epochs n_steps max_hours lr_schedule_kwargs",
-        "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
-        "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
-        "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
+        "evaluation": "eval_ds eval_interval early_stopping eval_sequences eval_images sample_prompts sample_tokens "
+        "hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export run_name "
+        "runs_dir",
         "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
         "offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
@@ -153,10 +154,15 @@ class TrainSettings:
 
     eval_interval: CountOrZero = 100
     """Steps between evaluations; 0: evaluate before the first and after the last step only."""
+    early_stopping: CountOrZero = 0
+    """End the run after N evaluations in a row without a lower loss than the lowest before them; 0: never."""
     ckpt_interval: CountOrZero = 1000
     """Steps between checkpoints; 0: save at the end, and when a signal stops the run, only."""
     keep_ckpts: CountOrZero = 2
     """Newest checkpoints to keep, older ones are deleted; 0: save none at all."""
+    keep_best: bool = False
+    """Save a checkpoint at each evaluation with the lowest loss so far, and keep the last of these beside the newest
+    --keep_ckpts."""
     async_checkpoint: bool = False
     """Write checkpoints while training goes on: a step waits only for a copy of the state, which takes as much host
     memory as the checkpoint has bytes."""
