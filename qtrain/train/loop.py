@@ -237,6 +237,7 @@ class Training:
         status.update(
             state.step,
             loss=gradients.loss,
+            grad_norm=gradients.norm_value,
             tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,

@@ -120,7 +120,7 @@ class TrainSettings:
     """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
     n_epochs: CountOrZero = 0
-    """Passes over the training data, whose size must be known, in place of --n_steps; 0: --n_steps says."""
+    """Passes over the training data, whose size must be known; 0: train a number of steps."""
     n_steps: Count | None = None
     """Optimizer steps to train; None: as many as --n_epochs has, without it 1000."""
     max_hours: Annotated[float, Range(0.001, 10**5)] | None = None
