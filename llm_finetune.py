@@ -39,8 +39,6 @@ class FinetuneSettings(LanguageSettings):
     seq_len_multiple: CountOrZero = 0
     """0: pack several examples into a sequence; N: one example per sequence, padded to a multiple of N tokens, with
     examples of similar length batched together."""
-    freeze_embedding_layer: bool = False
-    """Do not train the embedding, nor the output head if both are the same matrix."""
     lora: JsonDict = None
     """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets (all-linear,
     names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
@@ -52,8 +50,6 @@ class FinetuneSettings(LanguageSettings):
     """Longest answer to a question of --accuracy, in tokens."""
     lm_eval: str | None = None
     """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end."""
-    export: bool = True
-    """Write the trained model, adapters merged in, as a Hugging Face folder, RUN/hf, when the run ends."""
 
 
 def main(argv: list[str]) -> None:

@@ -119,6 +119,8 @@ def train(settings: VisionSettings) -> None:
         log_results(run)
         if exit_code is not None:
             sys.exit(exit_code)
+        if not settings.export:
+            return
         folder = run.folder.path / "timm"
         with export_weights(run) as whole:
             if whole is not None:

@@ -183,7 +183,7 @@ DATA = [
     wrong("--train_ds: tokens", "beyond the model's vocabulary of 100", model="vocab100.json"),
     wrong("--train_ds: the tokenizer 'byte' has 258 ids", "100", model="vocab100.json", train_ds=TEXT),
     wrong("--train_ds (manifest", "not a manifest", train_ds={**TOKENS, "dataset_dir": "manifest"}),
-    wrong("--train_ds (text): the key 'tokenizer' is missing", train_ds={"type": "text", "paths": "jsonl"}),
+    wrong("--train_ds: it does not say its tokenizer", "--pretrained", train_ds={"type": "text", "paths": "jsonl"}),
     wrong("--train_ds (text).split: 'valid' is not allowed", "'validation'", train_ds={**TEXT, "split": "valid"}),
     wrong("--train_ds: 'josnl' does not exist", "Did you mean 'jsonl'?", train_ds={**TEXT, "paths": "josnl"}),
     wrong("--train_ds: no_json.json, line 1: not valid JSON", train_ds={**TEXT, "paths": "no_json.json"}),

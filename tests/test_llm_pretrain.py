@@ -59,6 +59,31 @@ def tiny(**settings) -> list[str]:
     return flags(**{**chosen, "device": "cpu", **settings})
 
 
+def test_a_frozen_embedding_does_not_train(here):
+    """Untied, so that the head trains; the plan's memory has no gradients and states of it."""
+    write_model(Path("untied.json"), tie_word_embeddings=False)
+    settings = {"model": "untied.json", "n_steps": 2, "lr": 0.1, "export": True, "weight_decay": 0.5}
+    assert call(llm_pretrain.main, tiny(**{**settings, "lr": 0}, runs_dir="start")).code == 0
+    done = call(llm_pretrain.main, tiny(**settings, freeze_embedding_layer=True))
+    assert done.code == 0 and "frozen: the embedding\ntrained: " in done.out, done.err
+    start, end = (load_file(only_run(Path(runs)) / "hf/model.safetensors") for runs in ("start", "runs"))
+    same = {name for name, tensor in start.items() if torch.equal(tensor, end[name])}
+    assert same == {"model.embed_tokens.weight"}
+    assert "frozen: the embedding" in (only_run(Path("runs")) / "train.log").read_text()
+
+
+@pytest.mark.parametrize("kind", [{"type": "text", "paths": "jsonl"}, {"type": "hf_text", "dataset": "jsonl/*.jsonl"}])
+def test_text_takes_the_tokenizer_of_a_pretrained_model(here, kind):
+    text = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+    assert call(llm_pretrain.main, tiny(train_ds=text, export=True)).code == 0
+    model = only_run(Path("runs")) / "hf"
+    done = call(llm_pretrain.main, tiny(model=model, pretrained=True, train_ds=kind, eval_ds=kind, runs_dir="more"))
+    assert done.code == 0, done.err
+    # A model with random weights has none, whatever its folder holds.
+    done = call(llm_pretrain.main, tiny(model=model, train_ds=kind))
+    assert done.code == 2 and '--train_ds: it does not say its tokenizer; add "tokenizer":"NAME" to it' in done.err
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 HUB_TEXT = '{"type":"hf_text","dataset":"allenai/c4","subset":"en","split":"train","tokenizer":"TOKENIZER"}'

@@ -90,6 +90,10 @@ class Dataset(ABC):
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         """The tokenizer of its ids, or None where the dataset names none."""
 
+    def tokenizes(self, flag: str) -> bool:
+        """Whether it reads text, which needs a tokenizer: its own or the model's."""
+        return True
+
     def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
         """The Jinja template, as a tokenizer has one, that renders messages as the text of this dataset: the exported
         tokenizer gets it. None: it keeps its own, or has none."""
@@ -148,15 +152,25 @@ def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)
 
 
+def dataset_tokenizes(spec: Mapping[str, Any], flag: str) -> bool:
+    """Whether the dataset that `spec` describes reads text."""
+    return DATASETS.make_typed(spec, flag).tokenizes(flag)
+
+
 def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str) -> Tokenizer:
     """The tokenizer with the chat template of the dataset that `spec` describes, if that has one."""
     template = DATASETS.make_typed(spec, flag).chat_template(tokenizer, flag)
     return tokenizer if template is None else tokenizer.with_chat_template(template)
 
 
-def checked_tokenizer(name: str, ctx: StreamContext, flag: str) -> Tokenizer:
-    """The tokenizer `name` of a text dataset. UserError unless it fits the run's tokenizer and the model's vocabulary,
-    and has an end token."""
+def checked_tokenizer(name: str | None, ctx: StreamContext, flag: str) -> Tokenizer:
+    """The tokenizer `name` of a text dataset; None: the run's. UserError unless it fits the run's tokenizer and the
+    model's vocabulary, and has an end token."""
+    name = name or (ctx.tokenizer and ctx.tokenizer.name)
+    if name is None:
+        raise UserError(
+            f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it (--pretrained models have their own).'
+        )
     if ctx.tokenizer is not None and ctx.tokenizer.name == name:
         tokenizer = ctx.tokenizer
     else:

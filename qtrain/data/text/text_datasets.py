@@ -140,8 +140,8 @@ class TextDataset(Dataset):
 
     paths: str | list[str]
     """files (compressed ones too), globs or folders; python:stdlib is the standard library's source"""
-    tokenizer: str
-    """name, file, folder or hub id of the tokenizer"""
+    tokenizer: str | None = None
+    """name, file, folder or hub id of the tokenizer; null: that of a model with weights"""
     split: Literal["all", "train", "validation"] | None = None
     """which files, by a hash of their path; null: all"""
     part: Literal["all", "train", "validation"] | None = None
@@ -151,8 +151,8 @@ class TextDataset(Dataset):
     text_column: str = "text"
     """column or key that holds the text"""
 
-    def load_tokenizer(self, flag: str) -> Tokenizer:
-        return load_tokenizer(self.tokenizer, flag)
+    def load_tokenizer(self, flag: str) -> Tokenizer | None:
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         if self.split and self.part and self.split != self.part:
@@ -194,8 +194,8 @@ class HfTextDataset(Dataset):
 
     dataset: str
     """hub id; a local file or glob; or json, parquet, csv, text or arrow with data_files"""
-    tokenizer: str
-    """name, file, folder or hub id of the tokenizer"""
+    tokenizer: str | None = None
+    """name, file, folder or hub id of the tokenizer; null: that of a model with weights"""
     subset: str | None = None
     """subset (configuration) of the dataset"""
     split: str = "train"
@@ -207,8 +207,8 @@ class HfTextDataset(Dataset):
     shuffle_buffer: Annotated[int, Range(1)] = 1000
     """rows that are shuffled together, after the dataset's files are shuffled"""
 
-    def load_tokenizer(self, flag: str) -> Tokenizer:
-        return load_tokenizer(self.tokenizer, flag)
+    def load_tokenizer(self, flag: str) -> Tokenizer | None:
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)

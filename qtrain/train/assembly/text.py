@@ -16,6 +16,7 @@ from qtrain.data.stream import (
     check_kind,
     count_samples,
     dataset_tokenizer,
+    dataset_tokenizes,
     eval_batches,
     open_stream,
     with_chat_template,
@@ -97,7 +98,9 @@ def open_text(
     if settings.train_ds is None:
         raise UserError('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
     tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
-    if tokenizer is None and model_tokenizer:
+    if tokenizer is None and (
+        model_tokenizer or (settings.pretrained and dataset_tokenizes(settings.train_ds, "--train_ds"))
+    ):
         tokenizer = _tokenizer_of_model(architecture.source)
     if settings.doc_mask and tokenizer is None:
         raise tokenizer_needed("--doc_mask")
@@ -125,10 +128,12 @@ def open_text(
 
 
 def _steps_of_epochs(settings: LanguageSettings, stream: Stream, context: StreamContext) -> int:
-    """The optimizer steps of --n_epochs; 0 without. UserError where the size of the data is not known."""
+    """The optimizer steps of --n_epochs; 0 without. UserError where the size of the data is not known. The stream then
+    knows its samples."""
     if not settings.n_epochs:
         return 0
     samples = from_rank_0(lambda: count_samples(settings.train_ds, stream, context, "--n_epochs"))
+    stream.samples_per_epoch = samples
     steps = settings.n_epochs * samples // settings.batch_size
     if not steps:
         raise UserError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qtrain.comm.launch import check_gpus
+from qtrain.comm.launch import check_gpus, count_gpus
 from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.core.checks import shown
 from qtrain.core.config import as_dict, source_digest
@@ -92,8 +92,9 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     """
     if settings.n_steps is None and not settings.n_epochs:
         settings = dataclasses.replace(settings, n_steps=DEFAULT_STEPS)
-    options = Options(settings, script, scheme)
     check_launcher()
+    settings = dataclasses.replace(settings, gpus=count_gpus(settings.gpus, settings.device))
+    options = Options(settings, script, scheme)
     check_exclusions(options, PLAN_EXCLUSIONS)
     check_plan_flags(settings)
     check_gpus(settings.gpus, settings.device)

@@ -59,9 +59,9 @@ class TrainSettings:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
 
-    gpus: Annotated[int, Range(0, 1024)] = 0
-    """GPUs of this machine to train on, one rank each (with --device cpu: processes); 0: as many ranks as torchrun has
-    started, or one."""
+    gpus: Annotated[int, Range(0, 1024)] | Literal["all"] = 0
+    """GPUs of this machine to train on, one rank each (with --device cpu: processes), or all; 0: as many ranks as
+    torchrun has started, or one."""
     dp_replicate: Annotated[int, Range(0, 10**5)] = 0
     """Replicas of optimizer states and master weights, each sharded over --dp_shard ranks (HSDP); 0: automatic."""
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
@@ -172,6 +172,10 @@ class TrainSettings:
     log_interval: Count = 1
     """Steps between lines of metrics.jsonl."""
 
+    export: bool = True
+    """When the run ends, write the trained model with adapters merged in: a Hugging Face folder, RUN/hf, of timm's
+    models a folder for timm, RUN/timm."""
+
     project: str = "qtrain"
     """Project name that trackers show."""
     run_name: str = "run"
@@ -211,6 +215,8 @@ class LanguageSettings(TrainSettings):
     keep_8bit: JsonNames = ()
     """Save memory by keeping these for the backward pass in 8 bits, which rounds gradients: a JSON list of gate_up (the
     input of the MLP's activation function), so ["gate_up"]; []: nothing."""
+    freeze_embedding_layer: bool = False
+    """Do not train the embedding, nor the output head if both are the same matrix."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
