@@ -99,7 +99,7 @@ def train(settings: FinetuneSettings) -> None:
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     checked, settings = text.checked, text.settings
     questions = []
-    if settings.accuracy:
+    if settings.accuracy and not text.absent:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits

@@ -69,10 +69,10 @@ def train(settings: PretrainSettings) -> None:
     checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture)
     checked, settings = text.checked, text.settings
-    if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
+    if text.tokenizer is None and not text.absent and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")
     questions = []
-    if settings.hellaswag:
+    if settings.hellaswag and not text.absent:
         flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         questions = load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
     if not settings.dry_run:

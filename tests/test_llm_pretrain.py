@@ -207,6 +207,49 @@ def test_options_without_effect_on_a_cpu_are_one_line(here):
         assert done.code == 0 and done.out.count("offload: has no effect on a CPU") == offload, done.err
 
 
+ABSENT = {"type": "text", "paths": "elsewhere", "tokenizer": "byte"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"train_ds": None}, "--train_ds: no training data is given"),
+        ({"train_ds": ABSENT, "sample_prompts": ["a"]}, "--train_ds: 'elsewhere' does not exist"),
+        ({"train_ds": {**ABSENT, "paths": "jsonl", "tokenizer": "./no.json"}}, "the tokenizer './no.json' does not ex"),
+        ({"eval_ds": ABSENT}, "--eval_ds: 'elsewhere' does not exist"),
+        ({"config": str(ROOT / "configs/learning.json"), "train_ds": ABSENT}, "--train_ds: 'elsewhere' does not exist"),
+    ],
+)
+def test_a_dry_run_plans_without_data(here, settings, says):
+    """The line about the data is another one, no more; the run itself is refused."""
+    words = [word for word in tiny(**settings) if settings.get("train_ds", 0) is not None or "train_ds" not in word]
+    plan, whole = call(llm_pretrain.main, [*words, "--dry_run"]), call(llm_pretrain.main, tiny(dry_run=True))
+    assert plan.code == 0 and plan.err == "", plan.err
+    (line,) = [line for line in plan.out.splitlines() if line.startswith("data")]
+    assert says in line and line.endswith("This is planned without data.")
+    if "config" not in settings:
+        kept = [
+            [x for x in text.splitlines() if x.startswith(("model", "steps", "batch"))]
+            for text in (plan.out, whole.out)
+        ]
+        assert kept[0] == kept[1] and "linears" in plan.out
+    done = call(llm_pretrain.main, words)
+    assert done.code == 2 and says in done.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"train_ds": {**ABSENT, "path": "x"}}, "--train_ds (text): unknown key 'path'. Did you mean 'paths'?"),
+        ({"train_ds": {**ABSENT, "type": "txt"}}, "--train_ds: unknown dataset type 'txt'"),
+        ({"train_ds": ABSENT, "n_steps": "None", "n_epochs": 2}, "Without data --n_epochs is no number of steps"),
+    ],
+)
+def test_a_dry_run_still_refuses(here, settings, says):
+    done = call(llm_pretrain.main, tiny(dry_run=True, **settings))
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(here):
     before = tree(here)
     eval_ds = {"type": "text", "paths": "jsonl/0.jsonl", "tokenizer": "byte"}

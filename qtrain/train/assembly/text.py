@@ -7,8 +7,8 @@ from typing import Any
 
 from qtrain.comm.ranks import first_difference, from_rank_0
 from qtrain.core.checks import shown
-from qtrain.core.errors import UserError
-from qtrain.data.batch import Batch
+from qtrain.core.errors import NotHere, UserError
+from qtrain.data.batch import Batch, Sample
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     Stream,
@@ -28,6 +28,21 @@ from qtrain.train.log.status import epochs, short_number
 from qtrain.train.plan.checked_settings import CheckedSettings, count_steps
 from qtrain.train.settings.settings import LanguageSettings
 
+PLANNED_WITHOUT = "This is planned without data."
+
+
+class AbsentStream(Stream):
+    """The stream of a plan whose data are not here: it is never read."""
+
+    def next_sample(self) -> Sample:
+        raise StopIteration
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        assert not position
+
 
 @dataclass(frozen=True)
 class TextData:
@@ -39,6 +54,8 @@ class TextData:
     tokenizer: Tokenizer | None
     stream: Stream
     eval_windows: list[Batch]
+    absent: str = ""
+    """With --dry_run, why there are no data: a plan is made without them."""
 
     @property
     def settings(self) -> LanguageSettings:
@@ -47,6 +64,8 @@ class TextData:
     @property
     def described(self) -> list[str]:
         """Lines for the plan that describe the data."""
+        if self.absent:
+            return [f"{self.absent} {PLANNED_WITHOUT}"]
         settings, per_epoch = self.settings, self.stream.samples_per_epoch
         lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
         read = settings.n_steps * settings.batch_size
@@ -90,13 +109,28 @@ def open_text(
     model_tokenizer: bool = False,
     seq_len_multiple: int = 0,
 ) -> TextData:
-    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError.
+    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError; with --dry_run data
+    that are not here are left out.
 
     model_tokenizer: use the model's tokenizer if the data name none. seq_len_multiple: see `StreamContext`.
     """
+    try:
+        return _open_text(checked, architecture, model_tokenizer, seq_len_multiple)
+    except NotHere as error:
+        settings = checked.settings
+        if not settings.dry_run:
+            raise
+        if settings.n_steps is None:
+            raise UserError(f"{error} Without data --n_epochs is no number of steps; give --n_steps.") from None
+        return TextData(checked, StreamContext(settings.seq_len), None, AbsentStream(), [], str(error))
+
+
+def _open_text(
+    checked: CheckedSettings, architecture: LanguageArchitecture, model_tokenizer: bool, seq_len_multiple: int
+) -> TextData:
     settings, micro_batch_size = checked.settings, checked.geometry.micro_batch_size
     if settings.train_ds is None:
-        raise UserError('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
+        raise NotHere('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
     tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
     if tokenizer is None and (
         model_tokenizer or (settings.pretrained and dataset_tokenizes(settings.train_ds, "--train_ds"))
