@@ -352,6 +352,37 @@ CHOICES = [
     wrong("--hellaswag_file", "--hellaswag", hellaswag_file="jsonl/0.jsonl"),
 ]
 
+LENGTH_AND_END = [  # of a run: epochs, schedule, time, early stopping, what is kept and exported
+    wrong("--n_epochs: -1 is out of range", "at least 0", n_epochs=-1),
+    wrong("--n_epochs: '1.5' is not allowed", "a whole number", n_epochs=1.5),
+    wrong("--n_steps, --n_epochs: 3 epochs are ", "steps, not 2; give one of them", n_epochs=3),
+    wrong("--n_epochs: the size of data of type 'mix' is not known", "give --n_steps", n_epochs=1, n_steps=None,
+          train_ds={"type": "mix", "datasets": [{**TOKENS, "weight": 1}]}),
+    wrong("--n_epochs: 1 epochs of", "less than one batch of 1,000,000", n_epochs=1, n_steps=None, batch_size=10**6),
+    wrong("--n_steps: '1.5' is not allowed", "or null", n_steps=1.5),
+    wrong("--max_hours: 0.0 is out of range", "from 0.001", max_hours=0),
+    wrong("--max_hours: nan is out of range", max_hours="nan"),
+    wrong("--max_hours: '4h' is not allowed", "a number", max_hours="4h"),
+    wrong("--max_hours: it saves where it stops, and --keep_ckpts 0 saves nothing", max_hours=1, keep_ckpts=0),
+    wrong("--keep_best: it compares losses on --eval_ds; give that", keep_best=True),
+    wrong("--keep_best: it saves checkpoints, and --keep_ckpts 0", keep_best=True, keep_ckpts=0, eval_ds=TOKENS),
+    wrong("--keep_best: a switch takes no value", words=("--keep_best=3",)),
+    wrong("--early_stopping: -2 is out of range", "at least 0", early_stopping=-2),
+    wrong("--early_stopping: it compares losses on --eval_ds; give that", early_stopping=3),
+    wrong("--early_stop: unknown flag", "Did you mean --early_stopping?", words=("--early_stop", "3")),
+    wrong("--lr_schedule_kwargs.warmup: 2.5 is neither a fraction", lr_schedule_kwargs={"warmup": 2.5}),
+    wrong("--lr_schedule_kwargs.warmup: -1", "at least 0", lr_schedule_kwargs={"warmup": -1}),
+    wrong("--lr_schedule_kwargs.warmup: '150' is not allowed", "a number", lr_schedule_kwargs={"warmup": "150"}),
+    wrong("--lr_schedule_kwargs: warmup and decay are 2 + 2 steps of a run of 2; give fewer",
+          lr_schedule_kwargs={"warmup": 2, "decay": 2}),
+    wrong("--gpus: all counts the GPUs of this machine, and --device cpu has none; give a number", gpus="all"),
+    wrong("--gpus: 'al' is not allowed", "a whole number from 0 to 1024 or one of 'all'", gpus="al"),
+    wrong("--gpus: 2000 is out of range", gpus=2000),
+    wrong("--freeze_embedding_layer: a switch takes no value", words=("--freeze_embedding_layer", "yes")),
+    wrong("--export: a switch takes no value; write --export or --no_export", words=("--export=false",)),
+    wrong("--train_ds: it does not say its tokenizer", train_ds={**HF, "tokenizer": None}),
+]  # fmt: skip
+
 BROKEN_FILES = [  # of what a user has by downloading, copying, converting
     wrong("--config: ", "File name too long", config="x" * 5000 + ".json"),
     wrong("--config (nul.json).model: 'a\\x00b' holds a NUL character", config="nul.json"),
@@ -442,7 +473,7 @@ TOKENIZE = [
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
 ]
 
-MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *BROKEN_FILES, *RESUME, *TOKENIZE]
+MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *LENGTH_AND_END, *BROKEN_FILES, *RESUME, *TOKENIZE]
 
 
 @pytest.fixture(scope="module")
