@@ -340,6 +340,7 @@ CHOICES = [
     wrong("--batch_size: 8 is not micro_batch_size x", "3 x auto", batch_size=8, micro_batch_size=3),
     wrong("--batch_size: 8 is not", "2 x 2", batch_size=8, micro_batch_size=2, gradient_accumulation=2),
     wrong("--batch_size: 2 is not", "auto x 4", batch_size=2, gradient_accumulation=4),
+    wrong("--trackers: unknown tracker 'ml_flow'", "Did you mean 'mlflow'?", trackers=["ml_flow"]),
     wrong("--trackers: unknown tracker 'tensorbord'", "Did you mean 'tensorboard'?", trackers=["tensorbord"]),
     wrong("--run_name: 'a/b' cannot name a folder", "letters", run_name="a/b"),
     wrong("--run_name: the value is empty", run_name=""),

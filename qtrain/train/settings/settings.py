@@ -183,7 +183,7 @@ class TrainSettings:
     runs_dir: str = "runs"
     """Folder that holds the folders of all runs."""
     trackers: tuple[str, ...] = ()
-    """Also send metrics to wandb, tensorboard or trackio; metrics.jsonl is always written."""
+    """Also send metrics to wandb, tensorboard, mlflow or trackio; metrics.jsonl is always written."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
     """Seed of random weights, data order, dropout and stochastic rounding."""
     profile: bool = False
