@@ -382,6 +382,8 @@ LENGTH_AND_END = [  # of a run: epochs, schedule, time, early stopping, what is 
     wrong("--freeze_embedding_layer: a switch takes no value", words=("--freeze_embedding_layer", "yes")),
     wrong("--export: a switch takes no value; write --export or --no_export", words=("--export=false",)),
     wrong("--train_ds: it does not say its tokenizer", train_ds={**HF, "tokenizer": None}),
+    wrong("bad_records: 'ignore' is not allowed", "'stop', 'skip'", train_ds={**TEXT, "bad_records": "ignore"}),
+    wrong("--bad_records: unknown flag", words=("--bad_records=skip",)),
 ]  # fmt: skip
 
 BROKEN_FILES = [  # of what a user has by downloading, copying, converting

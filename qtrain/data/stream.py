@@ -43,6 +43,9 @@ class StreamContext:
 
 ESTIMATED_FROM = 256  # documents or rows that `Stream.estimated_samples` reads
 
+SKIPPED = "skipped"
+"""In a position: bad records that were passed over before it."""
+
 
 class Stream(ABC):
     """Samples in order, with positions."""

@@ -18,6 +18,7 @@ from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
+from qtrain.data.stream import SKIPPED
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
@@ -382,12 +383,20 @@ def log_results(run: Run) -> None:
         log.info("report      %s", write_report(run.folder.path))
     except OSError as error:
         log.warning("report.html cannot be written: %s", error.strerror)
+    if skipped := _skipped_records(run.state.data):
+        log.info("skipped     %s bad records of the training data", f"{skipped:,}")
     if run.settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
     if run.settings.keep_best:  # which no checkpoint has if it was before the first step, or in a run before this
         best = run.folder.checkpoints / f"{run.state.best_step or 0:08d}"
         where = best if best.is_dir() else f"of step {run.state.best_step}, without a checkpoint in this run"
         log.info("best        %s: evaluation loss %.4f", where, run.state.best_eval_loss)
+
+
+def _skipped_records(position: Mapping[str, Any] | None) -> int:
+    """The bad records that the stream at `position`, or the streams of a mix, passed over."""
+    position = position or {}
+    return position.get(SKIPPED, 0) + sum(map(_skipped_records, position.get("datasets", ())))
 
 
 @contextlib.contextmanager
