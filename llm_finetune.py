@@ -39,8 +39,6 @@ class FinetuneSettings(LanguageSettings):
     seq_len_multiple: CountOrZero = 0
     """0: pack several examples into a sequence; N: one example per sequence, padded to a multiple of N tokens, with
     examples of similar length batched together."""
-    freeze_embedding_layer: bool = False
-    """Do not train the embedding, nor the output head if both are the same matrix."""
     lora: JsonDict = None
     """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets (all-linear,
     names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
@@ -52,8 +50,6 @@ class FinetuneSettings(LanguageSettings):
     """Longest answer to a question of --accuracy, in tokens."""
     lm_eval: str | None = None
     """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end."""
-    export: bool = True
-    """Write the trained model, adapters merged in, as a Hugging Face folder, RUN/hf, when the run ends."""
 
 
 def main(argv: list[str]) -> None:
@@ -100,10 +96,10 @@ def train(settings: FinetuneSettings) -> None:
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
-    settings = checked.settings
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
+    checked, settings = text.checked, text.settings
     questions = []
-    if settings.accuracy:
+    if settings.accuracy and not text.absent:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
@@ -155,7 +151,7 @@ def train(settings: FinetuneSettings) -> None:
         if counts := [f"{data[key]:,} {key}" for key in ("read", "dropped", "cut", "empty") if key in data]:
             log.info("examples    %s", ", ".join(counts))
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
         with export_weights(run) as whole:
             if whole is not None and lora is not None:

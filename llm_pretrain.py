@@ -34,8 +34,6 @@ class PretrainSettings(LanguageSettings):
     """Local .jsonl file of HellaSwag questions; None: download them from the hub."""
     hellaswag_limit: CountOrZero = 0
     """Use the first N HellaSwag questions; 0: all."""
-    export: bool = True
-    """Write the trained model as a Hugging Face folder, RUN/hf, when the run ends."""
 
 
 def main(argv: list[str]) -> None:
@@ -46,7 +44,13 @@ def train(settings: PretrainSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
     from qtrain.models import export_hf
-    from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.assemble import (
+        assemble,
+        build_quantized,
+        describe_trained,
+        freeze_embedding,
+        trained_part,
+    )
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text, tokenizer_needed
@@ -61,18 +65,19 @@ def train(settings: PretrainSettings) -> None:
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
-    checked = fit_memory(checked, architecture)
-    settings = checked.settings
+    trained = trained_part(architecture.rank_config, None, settings.freeze_embedding_layer, checked.dtype)
+    checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture)
-    if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
+    checked, settings = text.checked, text.settings
+    if text.tokenizer is None and not text.absent and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")
     questions = []
-    if settings.hellaswag:
+    if settings.hellaswag and not text.absent:
         flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         questions = load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
-    prepared = prepare(checked, architecture, text.described)
+    prepared = prepare(checked, architecture, text.described, trained)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
@@ -80,6 +85,8 @@ def train(settings: PretrainSettings) -> None:
     with explain_out_of_memory(prepared.plan, settings, prepared.device):
         # ---- model, quantize -----------------------------------------------------------------------------------------
         model, quantized = build_quantized(prepared)
+        trains = [*freeze_embedding(model), describe_trained(model)] if settings.freeze_embedding_layer else []
+        print("\n".join(trains), end="\n" * bool(trains), flush=True)
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
         run = assemble(prepared, model, quantized, files=text.stream.files)
@@ -100,13 +107,13 @@ def train(settings: PretrainSettings) -> None:
     )
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
-    with loader, run.opened_folder(prepared.text) as log:
+    with loader, run.opened_folder("\n".join([prepared.text, *trains])) as log:
         graphs = step_graphs(run, forward, recordable=settings.model_impl == "native")
         exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
         if settings.export:
             folder = run.folder.path

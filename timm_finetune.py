@@ -46,7 +46,7 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.assembly.vision_architecture import VisionArchitecture
     from qtrain.train.eval.vision import VisionEvaluation
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
-    from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.plan.checked_settings import check_settings, count_steps
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import vision_forward
     from qtrain.train.step.step import export_weights
@@ -65,7 +65,10 @@ def train(settings: VisionSettings) -> None:
     eval_images = None if settings.eval_ds is None else open_images(settings.eval_ds, "--eval_ds")
     if eval_images is not None:
         check_same_classes(images, eval_images, "--eval_ds")
-    checked = dataclasses.replace(checked, settings=count_steps(settings, images))
+    per_epoch = steps_per_epoch(settings, images)
+    checked = count_steps(checked, settings.n_epochs * per_epoch, per_epoch)
+    settings = dataclasses.replace(checked.settings, eval_interval=settings.eval_interval or per_epoch)
+    checked = dataclasses.replace(checked, settings=settings)
     architecture = VisionArchitecture(name, settings.model_kwargs or {}, len(images.classes))
     image = architecture.image
     if augmentation.crop_pct is not None:
@@ -114,8 +117,10 @@ def train(settings: VisionSettings) -> None:
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if exit_code:
+        if exit_code is not None:
             sys.exit(exit_code)
+        if not settings.export:
+            return
         folder = run.folder.path / "timm"
         with export_weights(run) as whole:
             if whole is not None:
@@ -139,19 +144,12 @@ def describe_images(images: "Images", eval_images: "Images | None", settings: Vi
     ]
 
 
-def count_steps(settings: VisionSettings, images: "Images") -> VisionSettings:
-    """The settings with `n_steps` and `eval_interval` worked out from epochs."""
+def steps_per_epoch(settings: VisionSettings, images: "Images") -> int:
+    """Optimizer steps of a pass over the images. UserError where a batch is more than all of them."""
     per_epoch = len(images) // settings.batch_size
     if not per_epoch:
         raise UserError(f"--batch_size: {settings.batch_size} is more than the {len(images):,} images of --train_ds.")
-    by_epochs = settings.n_epochs * per_epoch
-    if settings.n_steps and by_epochs and settings.n_steps != by_epochs:
-        raise UserError(
-            f"--n_steps, --n_epochs: {settings.n_epochs} epochs are {by_epochs:,} steps, not {settings.n_steps:,}; "
-            "give one of them, and 0 for the other."
-        )
-    n_steps = settings.n_steps or by_epochs or per_epoch
-    return dataclasses.replace(settings, n_steps=n_steps, eval_interval=settings.eval_interval or per_epoch)
+    return per_epoch
 
 
 def command() -> None:

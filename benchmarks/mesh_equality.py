@@ -104,7 +104,7 @@ def assembled(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh)
     """The run that llm_pretrain.py makes of these settings, on `mesh`, for a model with this config."""
     checked = check_settings(settings, "mesh_equality")
     # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
-    checked = replace(checked, mesh=mesh, settings=replace(settings, gpu="h200"))
+    checked = replace(checked, mesh=mesh, settings=replace(checked.settings, gpu="h200"))
     source = ModelSource("small", dict(config), "--model")
     model_config, parts = source.model_config(), None
     if mesh.expert_mesh is not None:

@@ -183,7 +183,7 @@ DATA = [
     wrong("--train_ds: tokens", "beyond the model's vocabulary of 100", model="vocab100.json"),
     wrong("--train_ds: the tokenizer 'byte' has 258 ids", "100", model="vocab100.json", train_ds=TEXT),
     wrong("--train_ds (manifest", "not a manifest", train_ds={**TOKENS, "dataset_dir": "manifest"}),
-    wrong("--train_ds (text): the key 'tokenizer' is missing", train_ds={"type": "text", "paths": "jsonl"}),
+    wrong("--train_ds: it does not say its tokenizer", "--pretrained", train_ds={"type": "text", "paths": "jsonl"}),
     wrong("--train_ds (text).split: 'valid' is not allowed", "'validation'", train_ds={**TEXT, "split": "valid"}),
     wrong("--train_ds: 'josnl' does not exist", "Did you mean 'jsonl'?", train_ds={**TEXT, "paths": "josnl"}),
     wrong("--train_ds: no_json.json, line 1: not valid JSON", train_ds={**TEXT, "paths": "no_json.json"}),
@@ -322,12 +322,25 @@ CHOICES = [
     wrong("--optim (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
     wrong("--optim (adamw).betas", "out of range", "0.999999", optim_kwargs={"betas": [1, 1]}),
     wrong("--lr_schedule_kwargs: unknown key 'warm_up'", "Did you mean 'warmup'?", lr_schedule_kwargs={"warm_up": 0.1}),
-    wrong("--lr_schedule_kwargs.warmup: 100.0 is out of range", "from 0 to 1", lr_schedule_kwargs={"warmup": 100}),
+    wrong(
+        "--lr_schedule_kwargs: warmup and decay are 100 + 0 steps of a run of 2; give fewer, or more --n_steps",
+        lr_schedule_kwargs={"warmup": 100},
+    ),
+    wrong(
+        "--lr_schedule_kwargs.decay: 1.5 is neither a fraction of the steps, at most 1, nor a whole number",
+        lr_schedule_kwargs={"decay": 1.5},
+    ),
+    wrong(
+        "--lr_schedule_kwargs.stable: inverse_sqrt counts in steps of the warm-up",
+        lr_schedule_kwargs={"warmup": 0, "stable": "inverse_sqrt"},
+    ),
+    wrong("stable: 'wsd' is not allowed", "one of 'constant', 'inverse_sqrt'", lr_schedule_kwargs={"stable": "wsd"}),
     wrong("--lr_schedule_kwargs", "more than the whole run", lr_schedule_kwargs={"warmup": 0.6, "decay": 0.6}),
     wrong("decay_type: 'cos' is not allowed", "'cosine'", lr_schedule_kwargs={"decay_type": "cos"}),
     wrong("--batch_size: 8 is not micro_batch_size x", "3 x auto", batch_size=8, micro_batch_size=3),
     wrong("--batch_size: 8 is not", "2 x 2", batch_size=8, micro_batch_size=2, gradient_accumulation=2),
     wrong("--batch_size: 2 is not", "auto x 4", batch_size=2, gradient_accumulation=4),
+    wrong("--trackers: unknown tracker 'ml_flow'", "Did you mean 'mlflow'?", trackers=["ml_flow"]),
     wrong("--trackers: unknown tracker 'tensorbord'", "Did you mean 'tensorboard'?", trackers=["tensorbord"]),
     wrong("--run_name: 'a/b' cannot name a folder", "letters", run_name="a/b"),
     wrong("--run_name: the value is empty", run_name=""),
@@ -339,6 +352,39 @@ CHOICES = [
     wrong("--hellaswag_file: empty.txt holds no questions", hellaswag=True, hellaswag_file="empty.txt"),
     wrong("--hellaswag_file", "--hellaswag", hellaswag_file="jsonl/0.jsonl"),
 ]
+
+LENGTH_AND_END = [  # of a run: epochs, schedule, time, early stopping, what is kept and exported
+    wrong("--n_epochs: -1 is out of range", "at least 0", n_epochs=-1),
+    wrong("--n_epochs: '1.5' is not allowed", "a whole number", n_epochs=1.5),
+    wrong("--n_steps, --n_epochs: 3 epochs are ", "steps, not 2; give one of them", n_epochs=3),
+    wrong("--n_epochs: the size of data of type 'mix' is not known", "give --n_steps", n_epochs=1, n_steps=None,
+          train_ds={"type": "mix", "datasets": [{**TOKENS, "weight": 1}]}),
+    wrong("--n_epochs: 1 epochs of", "less than one batch of 1,000,000", n_epochs=1, n_steps=None, batch_size=10**6),
+    wrong("--n_steps: '1.5' is not allowed", "or null", n_steps=1.5),
+    wrong("--max_hours: 0.0 is out of range", "from 0.001", max_hours=0),
+    wrong("--max_hours: nan is out of range", max_hours="nan"),
+    wrong("--max_hours: '4h' is not allowed", "a number", max_hours="4h"),
+    wrong("--max_hours: it saves where it stops, and --keep_ckpts 0 saves nothing", max_hours=1, keep_ckpts=0),
+    wrong("--keep_best: it compares losses on --eval_ds; give that", keep_best=True),
+    wrong("--keep_best: it saves checkpoints, and --keep_ckpts 0", keep_best=True, keep_ckpts=0, eval_ds=TOKENS),
+    wrong("--keep_best: a switch takes no value", words=("--keep_best=3",)),
+    wrong("--early_stopping: -2 is out of range", "at least 0", early_stopping=-2),
+    wrong("--early_stopping: it compares losses on --eval_ds; give that", early_stopping=3),
+    wrong("--early_stop: unknown flag", "Did you mean --early_stopping?", words=("--early_stop", "3")),
+    wrong("--lr_schedule_kwargs.warmup: 2.5 is neither a fraction", lr_schedule_kwargs={"warmup": 2.5}),
+    wrong("--lr_schedule_kwargs.warmup: -1", "at least 0", lr_schedule_kwargs={"warmup": -1}),
+    wrong("--lr_schedule_kwargs.warmup: '150' is not allowed", "a number", lr_schedule_kwargs={"warmup": "150"}),
+    wrong("--lr_schedule_kwargs: warmup and decay are 2 + 2 steps of a run of 2; give fewer",
+          lr_schedule_kwargs={"warmup": 2, "decay": 2}),
+    wrong("--gpus: all counts the GPUs of this machine, and --device cpu has none; give a number", gpus="all"),
+    wrong("--gpus: 'al' is not allowed", "a whole number from 0 to 1024 or one of 'all'", gpus="al"),
+    wrong("--gpus: 2000 is out of range", gpus=2000),
+    wrong("--freeze_embedding_layer: a switch takes no value", words=("--freeze_embedding_layer", "yes")),
+    wrong("--export: a switch takes no value; write --export or --no_export", words=("--export=false",)),
+    wrong("--train_ds: it does not say its tokenizer", train_ds={**HF, "tokenizer": None}),
+    wrong("bad_records: 'ignore' is not allowed", "'stop', 'skip'", train_ds={**TEXT, "bad_records": "ignore"}),
+    wrong("--bad_records: unknown flag", words=("--bad_records=skip",)),
+]  # fmt: skip
 
 BROKEN_FILES = [  # of what a user has by downloading, copying, converting
     wrong("--config: ", "File name too long", config="x" * 5000 + ".json"),
@@ -430,7 +476,7 @@ TOKENIZE = [
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
 ]
 
-MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *BROKEN_FILES, *RESUME, *TOKENIZE]
+MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *LENGTH_AND_END, *BROKEN_FILES, *RESUME, *TOKENIZE]
 
 
 @pytest.fixture(scope="module")

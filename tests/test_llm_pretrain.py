@@ -59,6 +59,31 @@ def tiny(**settings) -> list[str]:
     return flags(**{**chosen, "device": "cpu", **settings})
 
 
+def test_a_frozen_embedding_does_not_train(here):
+    """Untied, so that the head trains; the plan's memory has no gradients and states of it."""
+    write_model(Path("untied.json"), tie_word_embeddings=False)
+    settings = {"model": "untied.json", "n_steps": 2, "lr": 0.1, "export": True, "weight_decay": 0.5}
+    assert call(llm_pretrain.main, tiny(**{**settings, "lr": 0}, runs_dir="start")).code == 0
+    done = call(llm_pretrain.main, tiny(**settings, freeze_embedding_layer=True))
+    assert done.code == 0 and "frozen: the embedding\ntrained: " in done.out, done.err
+    start, end = (load_file(only_run(Path(runs)) / "hf/model.safetensors") for runs in ("start", "runs"))
+    same = {name for name, tensor in start.items() if torch.equal(tensor, end[name])}
+    assert same == {"model.embed_tokens.weight"}
+    assert "frozen: the embedding" in (only_run(Path("runs")) / "train.log").read_text()
+
+
+@pytest.mark.parametrize("kind", [{"type": "text", "paths": "jsonl"}, {"type": "hf_text", "dataset": "jsonl/*.jsonl"}])
+def test_text_takes_the_tokenizer_of_a_pretrained_model(here, kind):
+    text = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+    assert call(llm_pretrain.main, tiny(train_ds=text, export=True)).code == 0
+    model = only_run(Path("runs")) / "hf"
+    done = call(llm_pretrain.main, tiny(model=model, pretrained=True, train_ds=kind, eval_ds=kind, runs_dir="more"))
+    assert done.code == 0, done.err
+    # A model with random weights has none, whatever its folder holds.
+    done = call(llm_pretrain.main, tiny(model=model, train_ds=kind))
+    assert done.code == 2 and '--train_ds: it does not say its tokenizer; add "tokenizer":"NAME" to it' in done.err
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 HUB_TEXT = '{"type":"hf_text","dataset":"allenai/c4","subset":"en","split":"train","tokenizer":"TOKENIZER"}'
@@ -180,6 +205,49 @@ def test_options_without_effect_on_a_cpu_are_one_line(here):
     for offload in (True, False):
         done = call(llm_pretrain.main, tiny(optim_kwargs={"offload": offload}, n_steps=1))
         assert done.code == 0 and done.out.count("offload: has no effect on a CPU") == offload, done.err
+
+
+ABSENT = {"type": "text", "paths": "elsewhere", "tokenizer": "byte"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"train_ds": None}, "--train_ds: no training data is given"),
+        ({"train_ds": ABSENT, "sample_prompts": ["a"]}, "--train_ds: 'elsewhere' does not exist"),
+        ({"train_ds": {**ABSENT, "paths": "jsonl", "tokenizer": "./no.json"}}, "the tokenizer './no.json' does not ex"),
+        ({"eval_ds": ABSENT}, "--eval_ds: 'elsewhere' does not exist"),
+        ({"config": str(ROOT / "configs/learning.json"), "train_ds": ABSENT}, "--train_ds: 'elsewhere' does not exist"),
+    ],
+)
+def test_a_dry_run_plans_without_data(here, settings, says):
+    """The line about the data is another one, no more; the run itself is refused."""
+    words = [word for word in tiny(**settings) if settings.get("train_ds", 0) is not None or "train_ds" not in word]
+    plan, whole = call(llm_pretrain.main, [*words, "--dry_run"]), call(llm_pretrain.main, tiny(dry_run=True))
+    assert plan.code == 0 and plan.err == "", plan.err
+    (line,) = [line for line in plan.out.splitlines() if line.startswith("data")]
+    assert says in line and line.endswith("This is planned without data.")
+    if "config" not in settings:
+        kept = [
+            [x for x in text.splitlines() if x.startswith(("model", "steps", "batch"))]
+            for text in (plan.out, whole.out)
+        ]
+        assert kept[0] == kept[1] and "linears" in plan.out
+    done = call(llm_pretrain.main, words)
+    assert done.code == 2 and says in done.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"train_ds": {**ABSENT, "path": "x"}}, "--train_ds (text): unknown key 'path'. Did you mean 'paths'?"),
+        ({"train_ds": {**ABSENT, "type": "txt"}}, "--train_ds: unknown dataset type 'txt'"),
+        ({"train_ds": ABSENT, "n_steps": "None", "n_epochs": 2}, "Without data --n_epochs is no number of steps"),
+    ],
+)
+def test_a_dry_run_still_refuses(here, settings, says):
+    done = call(llm_pretrain.main, tiny(dry_run=True, **settings))
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(here):

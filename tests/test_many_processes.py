@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from qtrain.comm import ranks
+from qtrain.comm.launch import count_gpus
 from qtrain.comm.ranks import check_launcher, join_world
 from qtrain.core.errors import UserError
+from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
@@ -391,7 +393,8 @@ def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monke
     ("says", "settings"),
     [
         ("--gpus: -1 is out of range", {"gpus": -1}),
-        ("--gpus", {"gpus": "two"}),
+        ("--gpus: 'two' is not allowed; it must be a whole number from 0 to 1024 or one of 'all'", {"gpus": "two"}),
+        ("--gpus: all counts the GPUs of this machine, and --device cpu has none; give a number", {"gpus": "all"}),
         ("--gpus: 2 is more than the 0 that torch sees", {"gpus": 2, "device": "cuda"}),
         ("--dp_shard: 2 does not divide the 1 process", {"dp_shard": 2}),
         ("--gpus: 2 is more than the 0 that torch sees on this machine; --device cpu", {"gpus": 2, "device": "auto"}),
@@ -411,6 +414,21 @@ def test_a_mistake_before_any_process_is_started(server, says, settings, tmp_pat
     done = server.start("llm_pretrain", argv, patch=NO_PROCESSES).wait()
     assert done.code == 2 and says in done.err and done.err.count("\n") == 1
     assert done.out == "" and tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_all_gpus_are_those_of_the_machine_or_the_launchers_ranks(launcher, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    if launcher:
+        monkeypatch.setenv("WORLD_SIZE", "8")
+    assert count_gpus("all", "auto") == (8 if launcher else 3) and count_gpus(2, "auto") == 2
+
+
+def test_ranks_whose_time_is_up_stop_after_the_same_step(server, tmp_path):
+    settings = {**PRETRAIN, "n_steps": 100_000, "eval_interval": 0, "ckpt_interval": 0, "max_hours": 0.001}
+    found = run(server, 2, "llm_pretrain", tmp_path / "runs", **settings)
+    (checkpoint,) = (found / "checkpoints").iterdir()
+    assert int(checkpoint.name) == read_metrics(found / "metrics.jsonl")[-1]["step"] < 100_000
 
 
 def test_gpus_2_is_planned_without_processes(server, tmp_path):

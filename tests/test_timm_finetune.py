@@ -124,12 +124,20 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     augment = {"auto_augment": "rand-m5", "mixup": 0.2, "cutmix": 0.5, "label_smoothing": 0.1, "re_prob": 0.3}
     changes = {"quantize": "int8", "quantize_lm_head": True, "activation_checkpointing": "full", "optim": "muon"}
-    changes |= {"micro_batch_size": 2, "augment": augment, "ema_decay": 0.9, "n_steps": 0, "n_epochs": 1}
+    changes |= {
+        "micro_batch_size": 2,
+        "augment": augment,
+        "ema_decay": 0.9,
+        "n_steps": 0,
+        "n_epochs": 1,
+        "export": False,
+    }
     done = call(timm_finetune.main, flags(**{**GOOD, **changes, "runs_dir": tmp_path}))
     assert done.code == 0, done.err
     config = json.loads((run_of(tmp_path) / "config.json").read_text())
     assert config["n_steps"] == config["eval_interval"] == 6
     assert "1 x head 16 -> 3: quantized" in done.out
+    assert not (run_of(tmp_path) / "timm").exists() and "exported" not in done.out
     again = call(timm_finetune.main, flags(config=run_of(tmp_path) / "config.json", dry_run=True))
     assert again.code == 0, again.err
 

@@ -39,6 +39,7 @@ from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.quant import SCHEMES
+from qtrain.train.assembly.text import PLANNED_WITHOUT
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import CountOrZero
@@ -238,11 +239,13 @@ def check_recipes(runs: Sequence[PairedRun]) -> None:
     # One run of each variant: seeds do not change what is refused.
     first = {run.variant: run for run in reversed(runs) if run.begun() is None}
     for run in reversed(first.values()):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as plan:
             path = Path(folder) / "recipe.json"
             path.write_text(json.dumps({**run.recipe, "gpus": 0}))
             try:
                 pretrain(["--config", str(path), "--dry_run"])
+                if absent := next((line for line in plan.getvalue().splitlines() if PLANNED_WITHOUT in line), None):
+                    raise UserError(absent.removeprefix("data").strip().removesuffix(PLANNED_WITHOUT).strip())
             except UserError as error:
                 said = str(error).replace(f"--config ({path}): ", "")
                 raise UserError(f"--recipe, --schemes ({run.variant}): {said}") from None

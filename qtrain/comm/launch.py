@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,19 @@ from qtrain.core.process import LAUNCHER
 GRACE_SECONDS = 30
 """How long a process that was asked to end may take, before it is killed."""
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+
+
+def count_gpus(gpus: int | Literal["all"], device: str) -> int:
+    """The number that --gpus stands for; in a process that a launcher started, all are its ranks. UserError where there
+    are no GPUs."""
+    if gpus != "all":
+        return gpus
+    if "WORLD_SIZE" in os.environ:
+        return launched_world()
+    if device == "cpu" or not torch.cuda.device_count():
+        none = "--device cpu has none" if device == "cpu" else "torch sees none"
+        raise UserError(f"--gpus: all counts the GPUs of this machine, and {none}; give a number.")
+    return torch.cuda.device_count()
 
 
 def check_gpus(gpus: int, device: str) -> None:

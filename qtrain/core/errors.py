@@ -10,6 +10,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class NotHere(UserError):
+    """What the user named is not on this machine, nor can it be fetched. A plan of data does without them."""
+
+
 class TrainingStopped(Exception):
     """A run cannot go on, through no mistake in what was given. Scripts print it and exit with `exit_code`."""
 

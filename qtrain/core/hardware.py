@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -127,6 +128,8 @@ class Hardware:
     host_bandwidth: float | None = None
     """Bytes per second between a GPU and host memory, each way; None: not known, or no GPU."""
     is_gpu: bool = False
+    software: str = ""
+    """Of a device that is here: its free memory, and the versions that its speed depends on."""
 
     @property
     def memory_bandwidth(self) -> float:
@@ -194,6 +197,25 @@ def describe_hardware(device: torch.device) -> Hardware:
     peaks = _measured_peaks(device) if known is None else known.peaks
     link = known and HOST_LINK_REACHED * known.host_link * 1e9
     return Hardware(properties.name, peaks, properties.total_memory, known is None, link, True)
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe_software(device: torch.device) -> str:
+    """Free memory of a GPU, and versions of driver, CUDA, torch and triton, as far as there are such."""
+    found = []
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found.append(f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        with contextlib.suppress(OSError):
+            if driver := re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", DRIVER.read_text()):
+                found.append(f"driver {driver[1]}")
+        found.append(f"CUDA {torch.version.cuda}")
+    found.append(f"torch {torch.__version__}")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found.append(f"triton {metadata.version('triton')}")
+    return ", ".join(found)
 
 
 def with_measured_host_link(hardware: Hardware, device: torch.device) -> Hardware:

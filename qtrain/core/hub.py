@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-from qtrain.core.errors import UserError, first_line
+from qtrain.core.errors import NotHere, UserError, first_line
 
 TIMEOUT = "QTRAIN_HUB_TIMEOUT"
 """Environment variable: seconds to wait for the hub's first answer, 10 by default, and for each request after it."""
@@ -92,7 +92,7 @@ def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
     asked_offline = _offline_by_setting()
     reachable = hub_reachable()
     waited = "" if asked_offline else f" within {hub_timeout():g} s ({TIMEOUT} sets the seconds)"
-    unreachable = UserError(
+    unreachable = NotHere(
         f"{flag}: {what} is not in the local cache and the Hugging Face hub could not be reached{waited}. {fix}"
     )
     try:
@@ -104,7 +104,7 @@ def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise unreachable from None
     except GatedRepoError:
-        raise UserError(
+        raise NotHere(
             f"{flag}: {what} is gated on the hub. Accept its terms on its page, then log in with: hf auth login"
         ) from None
     except RepositoryNotFoundError:

@@ -21,6 +21,9 @@ from typing import Any, NoReturn, TextIO
 
 from qtrain.core.errors import LostRank, Restart, TrainingStopped, UserError, explained
 
+STARTED = time.monotonic()
+"""When this process started: scripts import this module first."""
+
 # ---- first of all ---------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qtrain.core.checks import user_path
-from qtrain.core.errors import UserError, nearest
+from qtrain.core.errors import NotHere, UserError, nearest
 from qtrain.core.reading import refuse_special
 from qtrain.data.compression import COMPRESSED
 
@@ -61,11 +61,11 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
         root, found = Path(*path.parts[:first_magic]), [p for p in map(Path, matches(path)) if format_of(p) in suffixes]
     else:
         close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
-        raise UserError(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
+        raise NotHere(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
     for file in found:
         refuse_special(file, flag)
     if not found:
-        raise UserError(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.")
+        raise NotHere(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.")
     return [TextFile(p, p.relative_to(root).as_posix()) for p in found]
 
 
@@ -110,7 +110,7 @@ def match_globs(patterns: str | list[str], flag: str) -> list[str]:
     for pattern in as_list(patterns):
         found = matches(pattern)
         if not found:
-            raise UserError(f"{flag}: {pattern!r} matches no file.")
+            raise NotHere(f"{flag}: {pattern!r} matches no file.")
         for file in found:
             refuse_special(file, flag)
         files += found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.core.errors import UserError, first_line, nearest, unknown_name
+from qtrain.core.errors import NotHere, UserError, first_line, nearest, unknown_name
 from qtrain.core.hub import reaching_hub
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
@@ -212,7 +212,7 @@ class RowSource:
                 known = ", ".join(READERS)
                 raise UserError(f"{flag}: {self.dataset!r} cannot be read by its ending; allowed: {known}.")
             if self._is_local() and not Path(self.dataset).is_dir():
-                raise UserError(f"{flag}: the folder {self.dataset!r} does not exist.")
+                raise NotHere(f"{flag}: the folder {self.dataset!r} does not exist.")
         elif not self._files():
             raise UserError(f"{flag}: the dataset {self.dataset!r} is a file format; name its files in data_files.")
         for pattern in self._files() if self.dataset in LOCAL_READERS else []:

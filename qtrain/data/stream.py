@@ -43,6 +43,9 @@ class StreamContext:
 
 ESTIMATED_FROM = 256  # documents or rows that `Stream.estimated_samples` reads
 
+SKIPPED = "skipped"
+"""In a position: bad records that were passed over before it."""
+
 
 class Stream(ABC):
     """Samples in order, with positions."""
@@ -90,6 +93,10 @@ class Dataset(ABC):
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         """The tokenizer of its ids, or None where the dataset names none."""
 
+    def tokenizes(self, flag: str) -> bool:
+        """Whether it reads text, which needs a tokenizer: its own or the model's."""
+        return True
+
     def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
         """The Jinja template, as a tokenizer has one, that renders messages as the text of this dataset: the exported
         tokenizer gets it. None: it keeps its own, or has none."""
@@ -116,9 +123,41 @@ def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Strea
     return stream
 
 
+COUNTED_TOKENS = 300e6
+"""As many are tokenized to count the samples of an epoch, in a few minutes."""
+
+
+def count_samples(spec: Mapping[str, Any], stream: Stream, ctx: StreamContext, flag: str) -> int:
+    """The samples of an epoch of the dataset `spec`, open as `stream`: as it knows them, or by reading all of it.
+    UserError naming `flag` where that has no end, or would take long."""
+    if stream.samples_per_epoch is not None:
+        return stream.samples_per_epoch
+    kind, about = shown(spec["type"]), stream.estimated_samples()
+    if about is None:
+        raise UserError(f"{flag}: the size of data of type {kind} is not known before all are read; give --n_steps.")
+    if about * ctx.seq_len > COUNTED_TOKENS:
+        raise UserError(
+            f"{flag}: some {about:,.0f} sequences of data of type {kind} would have to be tokenized to count them; "
+            "give --n_steps, or tokenize them first with tokenize_data.py."
+        )
+    epoch = open_stream(spec, dataclasses.replace(ctx, epochs=1), flag)
+    count = 0
+    try:
+        while True:
+            epoch.next_sample()
+            count += 1
+    except StopIteration:
+        return count
+
+
 def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
     """The tokenizer of the dataset that `spec` describes: named in it, or stored with its token shards."""
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)
+
+
+def dataset_tokenizes(spec: Mapping[str, Any], flag: str) -> bool:
+    """Whether the dataset that `spec` describes reads text."""
+    return DATASETS.make_typed(spec, flag).tokenizes(flag)
 
 
 def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str) -> Tokenizer:
@@ -127,9 +166,14 @@ def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str)
     return tokenizer if template is None else tokenizer.with_chat_template(template)
 
 
-def checked_tokenizer(name: str, ctx: StreamContext, flag: str) -> Tokenizer:
-    """The tokenizer `name` of a text dataset. UserError unless it fits the run's tokenizer and the model's vocabulary,
-    and has an end token."""
+def checked_tokenizer(name: str | None, ctx: StreamContext, flag: str) -> Tokenizer:
+    """The tokenizer `name` of a text dataset; None: the run's. UserError unless it fits the run's tokenizer and the
+    model's vocabulary, and has an end token."""
+    name = name or (ctx.tokenizer and ctx.tokenizer.name)
+    if name is None:
+        raise UserError(
+            f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it (--pretrained models have their own).'
+        )
     if ctx.tokenizer is not None and ctx.tokenizer.name == name:
         tokenizer = ctx.tokenizer
     else:

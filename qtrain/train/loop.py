@@ -16,8 +16,9 @@ from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.hardware import keep_freed_memory
-from qtrain.core.process import peak_resident_bytes
+from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
+from qtrain.data.stream import SKIPPED
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
@@ -30,7 +31,7 @@ from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
-from qtrain.train.signals import StopSignals
+from qtrain.train.signals import TIME_UP, StopSignals
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
@@ -95,28 +96,32 @@ class Training:
         config, where, names = as_dict(settings), run.folder.path, settings.trackers if rank() == 0 else ()
         return open_trackers(names, config, where, settings.project, settings.run_name, run.state.step)
 
-    def fit(self) -> int:
-        """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
-        TrainingStopped if training fails."""
+    def fit(self) -> int | None:
+        """Train to the last step, or to where --early_stopping ends the run. Returns None; or the exit code, where a
+        signal or --max_hours stopped it earlier. Raises TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
         note_step(run.state.step)
         try:
             with contextlib.ExitStack() as stack:
                 step, checkpoint = lambda: run.state.step + 1, lambda: run.checkpoints.latest()
                 stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, step, checkpoint))
-                stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
+                deadline = STARTED + 3600 * (math.inf if settings.max_hours is None else settings.max_hours)
+                stop = StopSignals(collective=run.parallel.mesh.world > 1, deadline=deadline)
+                stack.enter_context(stop)
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
+                    if run.state.step and (settings.keep_best or settings.early_stopping):
+                        self._save(wait=True)  # the checkpoint that it resumes from does not count this evaluation
                 sent.clear()  # the build and the evaluation are no part of a step
-                while run.state.step < settings.n_steps and not stop.requested:
+                while not self._ended and not stop.requested:
                     self._step(status, stop)
                     profiler.step()
-                    if not stop.requested or run.state.step == settings.n_steps:
+                    if not stop.requested or self._ended:
                         self._between_steps()
-                if run.state.step < settings.n_steps:
+                if not self._ended:
                     self._save(wait=True)
                 self._recover_folder()
         finally:
@@ -126,11 +131,15 @@ class Training:
             self._settle_save()
             self.metrics.close()
             self.trackers.close()
-        if run.state.step < settings.n_steps and not settings.keep_ckpts:
+        if self._ended:
+            return None
+        if not settings.keep_ckpts:
             log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
-        elif run.state.step < settings.n_steps:
-            log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
-        return stop.exit_code if run.state.step < settings.n_steps else 0
+        else:
+            why = f" after --max_hours {settings.max_hours:g}" if stop.requested == TIME_UP else ""
+            command = resume_command(run.folder, run.script)
+            log.info("stopped at step %d%s; resume with:\n  %s", run.state.step, why, command)
+        return stop.exit_code
 
     def record_results(self, results: Mapping[str, float]) -> None:
         """After `fit`: add results of the exported model to metrics.jsonl, the trackers and the report."""
@@ -229,6 +238,7 @@ class Training:
         status.update(
             state.step,
             loss=gradients.loss,
+            grad_norm=gradients.norm_value,
             tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,
@@ -244,8 +254,15 @@ class Training:
             self._finish_save()
         if self._evaluation_due():
             self._evaluate()
-        if step == settings.n_steps or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
-            self._save(wait=step == settings.n_steps)
+        best = settings.keep_best and self.run.state.best_step == step
+        if self._ended or best or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
+            self._save(wait=self._ended)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether no step is left: the last one is done, or --early_stopping ends the run."""
+        state, patience = self.run.state, self.run.settings.early_stopping
+        return state.step == self.run.settings.n_steps or bool(patience and state.evals_since_best >= patience)
 
     def _evaluation_due(self) -> bool:
         step, interval = self.run.state.step, self.run.settings.eval_interval
@@ -311,16 +328,28 @@ class Training:
             found = self.evaluation()
         if not found:
             return
-        loss = found.get("eval_loss")
-        # In the state, so that a resumed run compares with the best so far.
-        if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss):
-            state.best_eval_loss = loss
+        self._compare(found.get("eval_loss"))
         self._record({"step": state.step, self.plan.unit.many: state.tokens, **found})
         shown = {key: value for key, value in found.items() if isinstance(value, float)}
         if shown:
             log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
         for prompt, continuation in found.get("samples", ()):
             log.info("step %d: sample: %s [>] %s", state.step, prompt, continuation)
+        if self._ended and state.step < run.settings.n_steps:
+            since = f"{state.evals_since_best} evaluations without a lower loss than {state.best_eval_loss:.4f}"
+            log.info("step %d: --early_stopping: %s, of step %d", state.step, since, state.best_step)
+
+    def _compare(self, loss: float | None) -> None:
+        """Compare an evaluation's loss with the lowest so far: in the state, so that a resumed run goes on."""
+        state, settings = self.run.state, self.run.settings
+        if settings.keep_best or settings.early_stopping:  # on GPUs of several kinds a rank's last bits may differ
+            loss = from_rank_0(lambda: loss)
+        if loss is None:
+            return
+        if state.best_eval_loss is None or loss < state.best_eval_loss:
+            state.best_eval_loss, state.best_step, state.evals_since_best = loss, state.step, 0
+        else:
+            state.evals_since_best += 1
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics.write(record)
@@ -354,8 +383,20 @@ def log_results(run: Run) -> None:
         log.info("report      %s", write_report(run.folder.path))
     except OSError as error:
         log.warning("report.html cannot be written: %s", error.strerror)
+    if skipped := _skipped_records(run.state.data):
+        log.info("skipped     %s bad records of the training data", f"{skipped:,}")
     if run.settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
+    if run.settings.keep_best:  # which no checkpoint has if it was before the first step, or in a run before this
+        best = run.folder.checkpoints / f"{run.state.best_step or 0:08d}"
+        where = best if best.is_dir() else f"of step {run.state.best_step}, without a checkpoint in this run"
+        log.info("best        %s: evaluation loss %.4f", where, run.state.best_eval_loss)
+
+
+def _skipped_records(position: Mapping[str, Any] | None) -> int:
+    """The bad records that the stream at `position`, or the streams of a mix, passed over."""
+    position = position or {}
+    return position.get(SKIPPED, 0) + sum(map(_skipped_records, position.get("datasets", ())))
 
 
 @contextlib.contextmanager

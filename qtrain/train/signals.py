@@ -1,10 +1,11 @@
-"""SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C stop a run after its current step, so that it can save.
+"""SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C stop a run after its current step, so that it can save; so does --max_hours.
 
-Such a run exits with 128 + the signal's number, as a shell reports a process that the signal ended: `train && next`
-does not go on without a finished model.
+After a signal the run exits with 128 + its number, as a shell reports a process that the signal ended: `train && next`
+does not go on without a finished model. Time that is up was asked for: the exit code is 0.
 """
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ STOP_SIGNALS = tuple(
 )
 """Those that the platform has: Windows lacks SIGHUP and SIGUSR1."""
 SAME_PRESS_SECONDS = 0.5
+TIME_UP, TIME_UP_NUMBER = "--max_hours", 100
+"""What stops a run whose time is up, in place of a signal's name and number."""
 
 
 class StopSignals:
@@ -29,11 +32,11 @@ class StopSignals:
 
     Schedulers send SIGUSR1 before a preemption, a terminal that closes SIGHUP, unless nohup has it ignored. A second
     Ctrl-C ends the process at once. To be entered in the main thread; on exit the previous handlers are restored.
-    collective: stop only on what all ranks `agree` on.
+    collective: stop only on what all ranks `agree` on. deadline: of time.monotonic(), after which the time is up.
     """
 
-    def __init__(self, *, collective: bool = False) -> None:
-        self._collective = collective
+    def __init__(self, *, collective: bool = False, deadline: float = math.inf) -> None:
+        self._collective, self._deadline = collective, deadline
         self._received: str | None = None
         self._agreed: str | None = None
         self._pid = os.getpid()
@@ -54,23 +57,30 @@ class StopSignals:
 
     @property
     def requested(self) -> str | None:
-        """The name of the signal to stop on."""
-        return self._agreed if self._collective else self._received
+        """The name of the signal to stop on, or `TIME_UP`."""
+        return self._agreed if self._collective else self._own
+
+    @property
+    def _own(self) -> str | None:
+        """What this process has to stop on."""
+        return self._received or (TIME_UP if time.monotonic() > self._deadline else None)
 
     @property
     def number(self) -> int:
-        """The number of the signal that this process has received; 0 without one."""
-        return int(signal.Signals[self._received]) if self._received else 0
+        """The number of the signal that this process has received, or `TIME_UP_NUMBER`; 0 without either."""
+        own = self._own
+        return TIME_UP_NUMBER if own == TIME_UP else int(signal.Signals[own]) if own else 0
 
     def agree(self, number: int) -> None:
-        """Stop on the signal `number`, the highest that any rank had received in a step; 0: go on."""
+        """Stop on `number`, the highest that any rank had in a step; 0: go on."""
         if number:
-            self._agreed = signal.Signals(number).name
+            self._agreed = TIME_UP if number == TIME_UP_NUMBER else signal.Signals(number).name
 
     @property
     def exit_code(self) -> int:
         """0 without a signal."""
-        return 128 + signal.Signals[self.requested] if self.requested else 0
+        name = self.requested
+        return 128 + signal.Signals[name] if name not in (None, TIME_UP) else 0
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

@@ -40,6 +40,23 @@ def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, mon
     assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product].peaks)
 
 
+@pytest.mark.parametrize(
+    "module", ["Kernel Module  570.133.20  Sun Mar", "Open Kernel Module for x86_64  570.133.20  Rel"]
+)
+def test_the_software_of_a_device_that_is_here(module, tmp_path, monkeypatch):
+    """Of a GPU its free memory, driver and CUDA too; nothing fails where the driver does not tell its version."""
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {module}\nGCC version: gcc 13.2.0\n")
+    monkeypatch.setattr(hardware, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
+    found = hardware.describe_software(GPU)
+    assert found.startswith(
+        f"7.0 of 80.0 GiB free, driver 570.133.20, CUDA {torch.version.cuda}, torch {torch.__version__}"
+    )
+    monkeypatch.setattr(hardware, "DRIVER", tmp_path / "none")
+    assert "driver" not in hardware.describe_software(GPU)
+    assert hardware.describe_software(CPU).startswith(f"torch {torch.__version__}")
+
+
 class BusyMachine:
     """A clock that products move on: at 0.1 TFLOP/s, twenty times slower during the first 0.1 s."""
 

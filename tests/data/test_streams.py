@@ -246,7 +246,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
         ({**text, "paths": "python:stdlib", "validation_fraction": 2}, "from 0 to 1"),
         ({**text, "paths": "python:stdlib", "tokeniser": "byte"}, "Did you mean 'tokenizer'"),
         ({**text, "paths": "python:stdlib", "tokenizer": "bytes"}, "Did you mean 'byte'"),
-        ({"type": "text", "paths": "python:stdlib"}, "'tokenizer' is missing"),
+        ({"type": "text", "paths": "python:stdlib"}, "it does not say its tokenizer"),
         ({**hf, "dataset": "json"}, "name its files in data_files"),
         ({**hf, "dataset": "json", "data_files": f"{root}/no*.jsonl"}, "matches no file"),
         ({**hf, "dataset": "json", "data_files": f"{root}/column.jsonl"}, "Did you mean 'texts'? Its columns: texts"),

@@ -3,14 +3,17 @@
 import html
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import llm_pretrain
+import qtrain.train.signals as signals
 from qtrain.data.files import text_files
 from qtrain.data.text import text_datasets
 from qtrain.data.text.documents import DocumentOrder, Documents
@@ -102,6 +105,71 @@ def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int 
 def resume_arguments(out: str) -> list[str]:
     """The arguments of the printed resume command."""
     return out.split("resume with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
+
+
+def test_a_run_whose_time_is_up_saves_and_ends_well():
+    """After the step, without the evaluation that is due and without an export; what it prints resumes it."""
+    settings = {"eval_interval": 1, "max_hours": 2}
+    assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        step = Training._step
+        up = SimpleNamespace(monotonic=lambda: math.inf)
+        patch.setattr(Training, "_step", lambda *args: (step(*args), patch.setattr(signals, "time", up)))
+        done = call(llm_pretrain.main, argv(**settings, export=True))
+    assert done.code == 0 and "stopped at step 1 after --max_hours 2; resume with:" in done.out, done.err
+    run = only_run(Path("runs"))
+    assert steps() == ([1], [0], [1]) and not (run / "hf").exists()
+    resumed = call(llm_pretrain.main, [*resume_arguments(done.out), "--no_export"])
+    assert resumed.code == 0 and losses(run) == losses(only_run(Path("whole"))), resumed.err
+
+
+SCRIPTED = {0: 5.0, 1: 4.0, 2: 3.0, 3: 3.5, 4: 3.2, 5: 3.0, 6: 2.0, 7: 1.0}
+"""Evaluation losses by step."""
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> None:
+    """Evaluations find these losses."""
+    compare = Training._compare
+    monkeypatch.setattr(Training, "_compare", lambda self, _: compare(self, SCRIPTED[self.run.state.step]))
+
+
+def saved_state(step: int) -> dict:
+    meta = only_run(Path("runs")) / "checkpoints" / f"{step:08d}" / "meta.json"
+    return json.loads(meta.read_text())["state"]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(scripted):
+    """Saved at the evaluation itself, whatever --ckpt_interval; replaced by a better one."""
+    common = {"eval_interval": 1, "keep_best": True, "keep_ckpts": 1}
+    done = call(llm_pretrain.main, argv(**common, n_steps=5))
+    assert done.code == 0 and steps()[2] == [2, 5], done.err
+    assert "00000002: evaluation loss 3.0000" in done.out
+    assert [saved_state(5)[key] for key in ("best_eval_loss", "best_step", "evals_since_best")] == [3.0, 2, 3]
+    done = call(llm_pretrain.main, argv(**common, n_steps=7, resume=only_run(Path("runs"))))
+    assert done.code == 0 and steps()[2] == [7], done.err
+
+
+@pytest.mark.parametrize("stopped_at", [None, 3, 4])
+def test_early_stopping_ends_the_run_and_counts_on_after_resuming(scripted, stopped_at):
+    """Three evaluations after step 2 are no better: the run ends well and exports, also where a signal came between."""
+    settings = {"eval_interval": 1, "early_stopping": 3, "export": True}
+    done = None
+    if stopped_at:
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt(patch, "_step" if stopped_at == 3 else "_evaluate", stopped_at)
+            done = call(llm_pretrain.main, argv(**settings))
+        assert done.code == 128 + signal.SIGTERM
+    done = call(llm_pretrain.main, resume_arguments(done.out) if done else argv(**settings))
+    assert done.code == 0, done.err
+    assert "step 5: --early_stopping: 3 evaluations without a lower loss than 3.0000, of step 2" in done.out
+    assert steps()[0][-1] == steps()[1][-1] == steps()[2][-1] == 5
+    run = only_run(Path("runs"))
+    assert (run / "hf/model.safetensors").exists()
+    # Resumed once more, it is at its end; without the flag it goes on.
+    again = call(llm_pretrain.main, argv(**settings, resume=run))
+    assert again.code == 0 and steps()[0][-1] == 5
+    assert call(llm_pretrain.main, argv(eval_interval=1, resume=run)).code == 0 and steps()[0][-1] == 7
 
 
 @pytest.mark.parametrize(

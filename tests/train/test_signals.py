@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from qtrain.train.signals import StopSignals
+from qtrain.train.signals import TIME_UP, TIME_UP_NUMBER, StopSignals
 
 LOOP = """
 import time
@@ -55,6 +55,20 @@ def test_a_second_interrupt_ends_the_process_at_once():
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT and "saved" not in out
+
+
+def test_time_that_is_up_stops_with_exit_code_0():
+    """In one process at once; in several when they agree, as on a signal, which comes first."""
+    with StopSignals(deadline=time.monotonic() + 60) as early, StopSignals(deadline=0) as up:
+        assert early.requested is None and early.number == 0
+        assert up.requested == TIME_UP and up.number == TIME_UP_NUMBER and up.exit_code == 0
+    with StopSignals(collective=True, deadline=0) as stop:
+        assert stop.requested is None and stop.number == TIME_UP_NUMBER
+        stop.agree(TIME_UP_NUMBER)
+        assert stop.requested == TIME_UP and stop.exit_code == 0
+    with StopSignals(deadline=0) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGTERM" and stop.exit_code == 143
 
 
 def test_a_key_press_that_a_launcher_forwards_counts_once():

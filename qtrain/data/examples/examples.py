@@ -86,10 +86,7 @@ class ExampleDataset(Dataset):
                 yield segments
 
     def _reader(self, ctx: StreamContext, flag: str) -> tuple[RowReader, "Renderer", Tokenizer]:
-        name = self.tokenizer if ctx.tokenizer is None or self.tokenizer else ctx.tokenizer.name
-        if name is None:
-            raise UserError(f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it.')
-        tokenizer = checked_tokenizer(name, ctx, flag)
+        tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
         renderer = self.renderer(tokenizer, flag)
         source = RowSource.of(self.dataset, self.subset, self.split, renderer.columns, self.data_files, records=True)
         return RowReader(source, ctx.seed, ctx.shuffle, flag), renderer, tokenizer

@@ -25,8 +25,8 @@ def is_decoded_whole(path: Path) -> bool:
     return form in (".arrow", ".json", ".csv") or (form == ".jsonl" and path.suffix in COMPRESSED)
 
 
-TextOf = Callable[[Any, str], str]
-"""The text of a record, given as a line of JSON (bytes) or decoded, and its place for messages."""
+TextOf = Callable[[Any, str], str | None]
+"""The text of a record, given as a line of JSON (bytes) or decoded, and its place for messages; None: it has none."""
 Check = Callable[[str, list[str]], None]  # refuses the columns of a place that lack the one asked for
 
 
@@ -58,7 +58,7 @@ def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: st
         raise UserError(f"{flag}: {path}: not valid JSON ({error}).") from None
 
 
-def _in_chunks(texts: Iterator[str]) -> "pyarrow.ChunkedArray":
+def _in_chunks(texts: Iterator[str | None]) -> "pyarrow.ChunkedArray":
     """A column of texts of any number: of those of one chunk only, Python's strings are in memory too."""
     import pyarrow
 
@@ -66,18 +66,18 @@ def _in_chunks(texts: Iterator[str]) -> "pyarrow.ChunkedArray":
     chunks, held, size = [], [], 0
     for text in texts:
         held.append(text)
-        size += len(text)
+        size += len(text or "")
         if size >= CHUNK_CHARACTERS:
             chunks.append(pyarrow.array(held, pyarrow.large_string()))
             held, size = [], 0
     return pyarrow.chunked_array([*chunks, pyarrow.array(held, pyarrow.large_string())])
 
 
-def _line_texts(lines: BinaryIO, path: Path, text_of: TextOf) -> Iterator[str]:
+def _line_texts(lines: BinaryIO, path: Path, text_of: TextOf) -> Iterator[str | None]:
     return (text_of(line, f"{path}, line {number}") for number, line in bounded_lines(lines))
 
 
-def _json_texts(path: Path, text_of: TextOf) -> Iterator[str]:
+def _json_texts(path: Path, text_of: TextOf) -> Iterator[str | None]:
     """Of a list of records, or of lines as in a .jsonl file."""
     with open_decompressed(path) as stream:
         data = stream.read()

@@ -19,7 +19,7 @@ import numpy as np
 from qtrain.core.checks import json_type
 from qtrain.core.errors import UserError, first_line
 from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
-from qtrain.data.files import TextFile
+from qtrain.data.files import TextFile, format_of
 from qtrain.data.hub_rows import missing_column, valid_unicode
 from qtrain.data.permutation import Permutation
 from qtrain.data.text.decoded import check_text_column, is_decoded_whole, text_column
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 256 << 20
 READ_BYTES = 16 << 20
+
+
+class BadRecord(UserError):
+    """A line, record or row that is no document, in a file that can be read otherwise."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,11 @@ class Block:
 
 
 class Documents:
-    """The documents of `files`, indexed in order. Raises UserError naming a file that cannot be used."""
+    """The documents of `files`, indexed in order. Raises UserError naming a file that cannot be used. tolerant: a
+    record that is none is refused where it is read (`BadRecord`), not where its file is opened."""
 
-    def __init__(self, files: list[TextFile], text_column: str, flag: str):
-        self._column, self._flag = text_column, flag
+    def __init__(self, files: list[TextFile], text_column: str, flag: str, tolerant: bool = False):
+        self._column, self._flag, self._tolerant = text_column, flag, tolerant
         self.blocks: list[Block] = []
         self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()  # decoded blocks, last used at the end
         self._sizes: dict[int, int] = {}
@@ -76,7 +81,7 @@ class Documents:
                     where = f"{self._flag}: {file.path}, line at byte {at}"
                     raise UserError(f"{where}: it is longer than {MAX_RECORD:,} bytes; divide it.")
                 block = Block(file, len(starts) - 1, starts)
-                if block.count:
+                if block.count and not self._tolerant:
                     self._read_line(block, 0)  # refuses a wrong column before the run
                 return [block]
             return [Block(file, int(len(self._text(file.path)) > 0))]
@@ -104,7 +109,7 @@ class Documents:
             raise missing_column(self._flag, where, self._column, columns)
 
     def read(self, index: int) -> str:
-        """Text of document `index`; may be empty."""
+        """Text of document `index`; may be empty. Raises BadRecord."""
         at = int(np.searchsorted(self._ends, index, side="right"))  # the block that holds the document
         block = self.blocks[at]
         row = index - (int(self._ends[at]) - block.count)
@@ -121,12 +126,15 @@ class Documents:
 
     def _row(self, index: int, row: int) -> str:
         """Text of a row of block `index`, which is decoded as a whole."""
+        path, group = self.blocks[index].file.path, self.blocks[index].row_group
+        where = f"{path}, row {row}{'' if group is None else f' of row group {group}'}"
         try:
-            return self._rows(index)[row].as_py() or ""
+            text = self._rows(index)[row].as_py()
         except UnicodeDecodeError:
-            group = self.blocks[index].row_group
-            where = f"{self.blocks[index].file.path}, row {row}{'' if group is None else f' of row group {group}'}"
-            raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
+            raise BadRecord(f"{self._flag}: {where}: not UTF-8 text.") from None
+        if text is None and format_of(path) in (".json", ".jsonl"):  # as `_decode` stores it
+            raise BadRecord(f"{self._flag}: {where}: not a JSON object with the text {self._column!r}.")
+        return text or ""
 
     def _text(self, path: Path) -> str:
         """The contents of a .txt or .py file."""
@@ -154,15 +162,16 @@ class Documents:
         try:
             record = json.loads(record) if isinstance(record, bytes) else record
         except UnicodeDecodeError:
-            raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
+            raise BadRecord(f"{self._flag}: {where}: not UTF-8 text.") from None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{self._flag}: {where}: not valid JSON ({error}).") from None
+            raise BadRecord(f"{self._flag}: {where}: not valid JSON ({error}).") from None
         if not isinstance(record, dict):
-            raise UserError(f"{self._flag}: {where}: not a JSON object.")
-        self._check_column(where, list(record))
+            raise BadRecord(f"{self._flag}: {where}: not a JSON object.")
+        if self._column not in record:
+            raise BadRecord(str(missing_column(self._flag, where, self._column, list(record))))
         text = record[self._column]
         if not isinstance(text, str | None):
-            raise UserError(f"{self._flag}: {where}: {self._column!r} is {json_type(text)}, not text.")
+            raise BadRecord(f"{self._flag}: {where}: {self._column!r} is {json_type(text)}, not text.")
         return valid_unicode(text or "")
 
     def _rows(self, index: int) -> "pyarrow.ChunkedArray":
@@ -184,7 +193,15 @@ class Documents:
         return self._remember(index, rows, block.file.path)
 
     def _decode(self, path: Path) -> "pyarrow.ChunkedArray":
-        return text_column(path, self._column, self._record_text, self._check_column, self._flag)
+        def text_or_none(record: Any, where: str) -> str | None:
+            try:
+                return self._record_text(record, where)
+            except BadRecord:
+                if not self._tolerant:
+                    raise
+                return None
+
+        return text_column(path, self._column, text_or_none, self._check_column, self._flag)
 
     def _remember(self, index: int, rows: "pyarrow.ChunkedArray", path: Path) -> "pyarrow.ChunkedArray":
         """Cache the rows of block `index`; the least recently used ones are evicted."""

@@ -49,6 +49,9 @@ class MixDataset(Dataset):
             found = found or tokenizer
         return found
 
+    def tokenizes(self, flag: str) -> bool:
+        return any(dataset.tokenizes(where) for _, dataset, where in self._components(flag))
+
     def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
         found = {dataset.chat_template(tokenizer, where) for _, dataset, where in self._components(flag)} - {None}
         return found.pop() if len(found) == 1 else None

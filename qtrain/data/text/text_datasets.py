@@ -21,13 +21,14 @@ from qtrain.data.permutation import Permutation
 from qtrain.data.stream import (
     DATASETS,
     ESTIMATED_FROM,
+    SKIPPED,
     Dataset,
     Stream,
     StreamContext,
     check_position,
     checked_tokenizer,
 )
-from qtrain.data.text.documents import DocumentOrder, Documents
+from qtrain.data.text.documents import BadRecord, DocumentOrder, Documents
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 ENCODE_CHARACTERS = 1 << 17
@@ -50,6 +51,9 @@ class PackedStream(Stream):
     Position: the cursor of the document that the next window starts in, `token`, the offset inside it, and `fixed`,
     what the order depends on: resuming with other values is refused. A subclass defines the documents after a
     cursor."""
+
+    _first_bad = ""
+    """What is wrong with the first record that was skipped."""
 
     def __init__(
         self, ctx: StreamContext, tokenizer: Tokenizer, first_cursor: dict[str, Any], fixed: dict[str, Any], flag: str
@@ -120,7 +124,9 @@ class PackedStream(Stream):
                 self._last_epoch_with_text = document.epoch
             # A whole epoch without text: the next ones would be read forever.
             elif document.epoch > self._last_epoch_with_text + 1:
-                raise UserError(f"{self._flag}: every document is empty; there is nothing to train on.")
+                raise UserError(
+                    f"{self._flag}: every document is empty; there is nothing to train on.{self._first_bad}"
+                )
             if characters >= ENCODE_CHARACTERS or len(batch) >= ENCODE_DOCUMENTS:
                 break
         if not batch:
@@ -140,8 +146,8 @@ class TextDataset(Dataset):
 
     paths: str | list[str]
     """files (compressed ones too), globs or folders; python:stdlib is the standard library's source"""
-    tokenizer: str
-    """name, file, folder or hub id of the tokenizer"""
+    tokenizer: str | None = None
+    """name, file, folder or hub id of the tokenizer; null: that of a model with weights"""
     split: Literal["all", "train", "validation"] | None = None
     """which files, by a hash of their path; null: all"""
     part: Literal["all", "train", "validation"] | None = None
@@ -150,16 +156,19 @@ class TextDataset(Dataset):
     """share of the files in the validation split"""
     text_column: str = "text"
     """column or key that holds the text"""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """a line, record or row that is no text, or lacks the column: stop the run, or skip it and count it"""
 
-    def load_tokenizer(self, flag: str) -> Tokenizer:
-        return load_tokenizer(self.tokenizer, flag)
+    def load_tokenizer(self, flag: str) -> Tokenizer | None:
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         if self.split and self.part and self.split != self.part:
             raise UserError(f"{flag}: split is {self.split!r} and part is {self.part!r}; they mean the same, give one.")
         files = text_files(self.paths, self.split or self.part or "all", self.validation_fraction, flag)
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
-        stream = TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
+        skip = self.bad_records == "skip"
+        stream = TextStream(Documents(files, self.text_column, flag, skip), ctx, tokenizer, flag, skip)
         stream.files = [file.path for file in files]
         return stream
 
@@ -167,24 +176,44 @@ class TextDataset(Dataset):
 class TextStream(PackedStream):
     """The documents of the shuffled epochs, epoch after epoch.
 
-    Cursor: `document`, the index in that order, counted over epochs."""
+    Cursor: `document`, the index in that order, counted over epochs; with skip_bad also `skipped`, how many bad records
+    were passed over before it."""
 
-    def __init__(self, documents: Documents, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
-        self._documents = documents
+    def __init__(
+        self, documents: Documents, ctx: StreamContext, tokenizer: Tokenizer, flag: str, skip_bad: bool = False
+    ):
+        self._documents, self._skip_bad = documents, skip_bad
         self._order = DocumentOrder(documents, ctx.seed, ctx.shuffle)
-        super().__init__(ctx, tokenizer, {"document": 0}, {"documents": len(documents)}, flag)
+        first = {"document": 0, **({SKIPPED: 0} if skip_bad else {})}
+        super().__init__(ctx, tokenizer, first, {"documents": len(documents)}, flag)
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        super().seek({SKIPPED: 0, **position})  # of a run that stopped at a bad record, resumed to skip it
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
-        index, count = cursor["document"], len(self._documents)
-        while self._ctx.epochs is None or index < self._ctx.epochs * count:
-            epoch, place = divmod(index, count)
-            yield Document({"document": index}, epoch, self._documents.read(self._order(epoch, place)))
-            index += 1
+        cursor, count = dict(cursor), len(self._documents)
+        while self._ctx.epochs is None or cursor["document"] < self._ctx.epochs * count:
+            epoch, place = divmod(cursor["document"], count)
+            text = self._read(self._order(epoch, place))
+            yield Document(dict(cursor), epoch, text or "")
+            cursor["document"] += 1
+            if text is None:
+                cursor[SKIPPED] += 1
+
+    def _read(self, index: int) -> str | None:
+        """The text of a document; None: a bad record to be skipped."""
+        try:
+            return self._documents.read(index)
+        except BadRecord as error:
+            if not self._skip_bad:
+                raise
+            self._first_bad = self._first_bad or f" The first of its bad records is {error}"
+            return None
 
     def estimated_samples(self) -> float:
         count = len(self._documents)
         first = (self._order(0, place) for place in range(min(count, ESTIMATED_FROM)))
-        return count * self.mean_tokens([self._documents.read(index) for index in first]) / self._ctx.seq_len
+        return count * self.mean_tokens([self._read(index) or "" for index in first]) / self._ctx.seq_len
 
 
 @DATASETS.register("hf_text")
@@ -194,8 +223,8 @@ class HfTextDataset(Dataset):
 
     dataset: str
     """hub id; a local file or glob; or json, parquet, csv, text or arrow with data_files"""
-    tokenizer: str
-    """name, file, folder or hub id of the tokenizer"""
+    tokenizer: str | None = None
+    """name, file, folder or hub id of the tokenizer; null: that of a model with weights"""
     subset: str | None = None
     """subset (configuration) of the dataset"""
     split: str = "train"
@@ -207,8 +236,8 @@ class HfTextDataset(Dataset):
     shuffle_buffer: Annotated[int, Range(1)] = 1000
     """rows that are shuffled together, after the dataset's files are shuffled"""
 
-    def load_tokenizer(self, flag: str) -> Tokenizer:
-        return load_tokenizer(self.tokenizer, flag)
+    def load_tokenizer(self, flag: str) -> Tokenizer | None:
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)

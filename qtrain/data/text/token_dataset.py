@@ -40,6 +40,9 @@ class TokenDataset(Dataset):
             return tokenizer
         return load_tokenizer(self.tokenizer, flag) if self.tokenizer else None
 
+    def tokenizes(self, flag: str) -> bool:
+        return False
+
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         shards, manifests = find_shards(self.dataset_dir, flag)
         if self.verify:

@@ -17,7 +17,7 @@ from typing import Any
 
 from qtrain.core.checks import read_json, user_path
 from qtrain.core.checksums import check_checksums
-from qtrain.core.errors import UserError, first_line, nearest
+from qtrain.core.errors import NotHere, UserError, first_line, nearest
 from qtrain.core.hub import hub_reachable, reaching_hub
 from qtrain.core.reading import refuse_special
 from qtrain.data.tokenizers.panics import muted_panics
@@ -240,7 +240,7 @@ def load_tokenizer(name: str, flag: str) -> Tokenizer:
         return _from_file(name, path, flag)
     if path.suffix in (".json", ".model") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         close = nearest(name, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
-        raise UserError(f"{flag}: the tokenizer {name!r} does not exist.{f' Did you mean {close!r}?' if close else ''}")
+        raise NotHere(f"{flag}: the tokenizer {name!r} does not exist.{f' Did you mean {close!r}?' if close else ''}")
     close = nearest(name, ["byte", *ALIASES]) if "/" not in name else None
     if close or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         hint = f" Did you mean {close!r}?" if close else ""

@@ -5,44 +5,67 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.comm.ranks import first_difference
+from qtrain.comm.ranks import first_difference, from_rank_0
 from qtrain.core.checks import shown
-from qtrain.core.errors import UserError
-from qtrain.data.batch import Batch
+from qtrain.core.errors import NotHere, UserError
+from qtrain.data.batch import Batch, Sample
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     Stream,
     StreamContext,
     check_kind,
+    count_samples,
     dataset_tokenizer,
+    dataset_tokenizes,
     eval_batches,
     open_stream,
     with_chat_template,
 )
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import ModelSource
-from qtrain.parallel.mesh import Mesh
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.log.status import epochs, short_number
-from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings, count_steps
 from qtrain.train.settings.settings import LanguageSettings
+
+PLANNED_WITHOUT = "This is planned without data."
+
+
+class AbsentStream(Stream):
+    """The stream of a plan whose data are not here: it is never read."""
+
+    def next_sample(self) -> Sample:
+        raise StopIteration
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        assert not position
 
 
 @dataclass(frozen=True)
 class TextData:
-    """tokenizer: None if neither the data nor the model names one. stream: open, at its start."""
+    """checked: with the steps of --n_epochs. tokenizer: None if neither the data nor the model names one. stream: open,
+    at its start."""
 
-    settings: LanguageSettings
+    checked: CheckedSettings
     context: StreamContext
     tokenizer: Tokenizer | None
     stream: Stream
-    micro_batch_size: int
-    mesh: Mesh
     eval_windows: list[Batch]
+    absent: str = ""
+    """With --dry_run, why there are no data: a plan is made without them."""
+
+    @property
+    def settings(self) -> LanguageSettings:
+        return self.checked.settings
 
     @property
     def described(self) -> list[str]:
         """Lines for the plan that describe the data."""
+        if self.absent:
+            return [f"{self.absent} {PLANNED_WITHOUT}"]
         settings, per_epoch = self.settings, self.stream.samples_per_epoch
         lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
         read = settings.n_steps * settings.batch_size
@@ -63,14 +86,15 @@ class TextData:
         data."""
         if position is not None:
             check_kind(position, self.stream.position(), "--train_ds")
+        mesh = self.checked.mesh
         try:
             return Loader(
                 self.stream,
-                self.micro_batch_size,
+                self.checked.geometry.micro_batch_size,
                 num_workers=self.settings.num_workers,
                 position=position,
-                rank=self.mesh.dp_rank,
-                ranks=self.mesh.dp_size,
+                rank=mesh.dp_rank,
+                ranks=mesh.dp_size,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if position is None:
@@ -85,15 +109,32 @@ def open_text(
     model_tokenizer: bool = False,
     seq_len_multiple: int = 0,
 ) -> TextData:
-    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError.
+    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError; with --dry_run data
+    that are not here are left out.
 
     model_tokenizer: use the model's tokenizer if the data name none. seq_len_multiple: see `StreamContext`.
     """
+    try:
+        return _open_text(checked, architecture, model_tokenizer, seq_len_multiple)
+    except NotHere as error:
+        settings = checked.settings
+        if not settings.dry_run:
+            raise
+        if settings.n_steps is None:
+            raise UserError(f"{error} Without data --n_epochs is no number of steps; give --n_steps.") from None
+        return TextData(checked, StreamContext(settings.seq_len), None, AbsentStream(), [], str(error))
+
+
+def _open_text(
+    checked: CheckedSettings, architecture: LanguageArchitecture, model_tokenizer: bool, seq_len_multiple: int
+) -> TextData:
     settings, micro_batch_size = checked.settings, checked.geometry.micro_batch_size
     if settings.train_ds is None:
-        raise UserError('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
+        raise NotHere('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
     tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
-    if tokenizer is None and model_tokenizer:
+    if tokenizer is None and (
+        model_tokenizer or (settings.pretrained and dataset_tokenizes(settings.train_ds, "--train_ds"))
+    ):
         tokenizer = _tokenizer_of_model(architecture.source)
     if settings.doc_mask and tokenizer is None:
         raise tokenizer_needed("--doc_mask")
@@ -116,7 +157,24 @@ def open_text(
     if settings.eval_ds is not None:
         sequences = settings.eval_sequences
         windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
-    return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh, windows)
+    checked = count_steps(checked, _steps_of_epochs(settings, stream, context))
+    return TextData(checked, context, tokenizer, stream, windows)
+
+
+def _steps_of_epochs(settings: LanguageSettings, stream: Stream, context: StreamContext) -> int:
+    """The optimizer steps of --n_epochs; 0 without. UserError where the size of the data is not known. The stream then
+    knows its samples."""
+    if not settings.n_epochs:
+        return 0
+    samples = from_rank_0(lambda: count_samples(settings.train_ds, stream, context, "--n_epochs"))
+    stream.samples_per_epoch = samples
+    steps = settings.n_epochs * samples // settings.batch_size
+    if not steps:
+        raise UserError(
+            f"--n_epochs: {settings.n_epochs} epochs of {samples:,} sequences are less than one batch of "
+            f"{settings.batch_size:,}; give more epochs, or a smaller --batch_size."
+        )
+    return steps
 
 
 def _check_alike(data: Mapping[str, Any]) -> None:

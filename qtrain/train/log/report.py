@@ -137,7 +137,10 @@ def _training_seconds(records: Iterable[Mapping[str, Any]], unit: SampleUnit) ->
 
 def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
     step, planned = (records[-1]["step"] if records else 0), config.get("n_steps")
-    unfinished = isinstance(planned, int) and step < planned
+    evaluated = [loss for _, loss in _points(records, "eval_loss")]
+    since_best = len(evaluated) - 1 - evaluated.index(min(evaluated)) if evaluated else 0
+    early = since_best >= (config.get("early_stopping") or math.inf)
+    unfinished = isinstance(planned, int) and step < planned and not early
     rows = [("Steps", f"{step:,} of {planned:,} (unfinished)" if unfinished else f"{step:,}")]
 
     def add(title: str, key: str, choose: Callable[[Points], tuple[float, float]], show: Callable[..., str]) -> None:

@@ -200,6 +200,7 @@ class StatusLine:
         step: int,
         *,
         loss: float | None = None,
+        grad_norm: float | None = None,
         tok_s: float | None = None,
         sol: float | None = None,
         memory: int | None = None,
@@ -210,7 +211,9 @@ class StatusLine:
         tok_s: in the run's unit; sol: a fraction; memory: bytes; step_s: seconds per step."""
         parts = [f"step {step:,}/{self._total:,} {100 * step / max(self._total, 1):.1f}%"]
         parts += [f"loss {loss:.4f}"] if loss is not None else []
+        parts += [f"norm {grad_norm:.3g}"] if grad_norm is not None else []
         parts += [f"{short_number(tok_s)} {self._unit}"] if tok_s is not None else []
+        parts += [f"{three_digits(1000 * step_s)} ms"] if step_s is not None else []
         parts += [f"sol {100 * sol:.1f}%"] if sol is not None else []
         parts += [f"{memory / 1024**3:.1f} GiB"] if memory is not None else []
         parts += (

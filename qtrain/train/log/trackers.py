@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases, TensorBoard or trackio. All are optional, and none can stop a run."""
+"""Metrics for Weights & Biases, TensorBoard, MLflow or trackio. All are optional, and none can stop a run."""
 
 import importlib.util
 import logging
@@ -98,7 +98,34 @@ class TrackioTracker(Tracker):
         self._trackio.finish()
 
 
+class MlflowTracker(Tracker):
+    """MLflow, at MLFLOW_TRACKING_URI or in ./mlflow.db; a resumed run continues its page."""
+
+    package = "mlflow"
+
+    def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
+        import mlflow
+
+        mlflow.set_experiment(project)
+        # The run folder's name is unique, and the same after resuming; MLflow chooses the ids of its runs itself.
+        folder = run_dir.name or run_name
+        before = mlflow.search_runs(filter_string=f"tags.qtrain_run = '{folder}'", output_format="list")
+        if before:
+            mlflow.start_run(run_id=before[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=run_name, tags={"qtrain_run": folder})
+            mlflow.log_params({key: str(value)[:6000] for key, value in config.items()})  # its longest value
+        self._mlflow = mlflow
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
 TRACKERS: dict[str, type[Tracker]] = {
+    "mlflow": MlflowTracker,
     "tensorboard": TensorBoardTracker,
     "trackio": TrackioTracker,
     "wandb": WandbTracker,

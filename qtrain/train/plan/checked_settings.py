@@ -1,11 +1,12 @@
 """Settings checked against each other and this machine, with the registry entries that they name."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from qtrain.comm.launch import check_gpus
+from qtrain.comm.launch import check_gpus, count_gpus
 from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.core.checks import shown
 from qtrain.core.config import as_dict, source_digest
@@ -25,10 +26,13 @@ from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
+DEFAULT_STEPS = 1000
+"""Of a run of a language model with neither --n_steps nor --n_epochs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSettings:
-    """`settings` and what follows from them alone."""
+    """`settings` and what follows from them alone. `n_steps` is None until the epochs of --n_epochs are counted."""
 
     settings: TrainSettings
     script: str
@@ -47,6 +51,20 @@ class CheckedSettings:
     """What is in host memory, by the names of --offload."""
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
+
+
+def count_steps(checked: CheckedSettings, by_epochs: int, default: int = 0) -> CheckedSettings:
+    """The settings with `n_steps` in force. by_epochs: the steps of --n_epochs, 0 without. UserError where --n_steps
+    says something else, or is less than the schedule needs."""
+    settings = checked.settings
+    if settings.n_steps and by_epochs and settings.n_steps != by_epochs:
+        raise UserError(
+            f"--n_steps, --n_epochs: {settings.n_epochs} epochs are {by_epochs:,} steps, not {settings.n_steps:,}; "
+            f"give one of them; --n_epochs 0 and --n_steps {type(settings).n_steps} leave a recipe's out."
+        )
+    settings = dataclasses.replace(settings, n_steps=settings.n_steps or by_epochs or default)
+    checked.schedule.check(settings.n_steps)
+    return dataclasses.replace(checked, settings=settings)
 
 
 def _check_alike(settings: TrainSettings) -> None:
@@ -72,8 +90,11 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
 
     scheme: replaces the one that --quantize names.
     """
-    options = Options(settings, script, scheme)
+    if settings.n_steps is None and not settings.n_epochs:
+        settings = dataclasses.replace(settings, n_steps=DEFAULT_STEPS)
     check_launcher()
+    settings = dataclasses.replace(settings, gpus=count_gpus(settings.gpus, settings.device))
+    options = Options(settings, script, scheme)
     check_exclusions(options, PLAN_EXCLUSIONS)
     check_plan_flags(settings)
     check_gpus(settings.gpus, settings.device)

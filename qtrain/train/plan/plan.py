@@ -115,6 +115,7 @@ class Plan:
             ("steps", f"{self.n_steps:,}, {short_number(tokens)} {unit.many}"),
             ("device", f"{self.hardware.name}, {self._peaks()}"),
         ]
+        rows += [("", self.hardware.software)] if self.hardware.software else []
         if self.emulated:
             rows.append(
                 ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, with the same results but no speedup")

@@ -349,7 +349,14 @@ RUN_EXCLUSIONS = (
         lambda o: o.settings.deterministic and o.has("gradient_accumulation") and not o.has("micro_batch_size"),
         "with it the micro-batch, and so the last bits of a --deterministic loss, depends on the number of "
         "processes; give --micro_batch_size instead"),
+    # ---- checkpoints ----
+    Exclusion("--max_hours", "--keep_ckpts 0", lambda o: o.has("max_hours") and not o.settings.keep_ckpts,
+        "it saves where it stops, and --keep_ckpts 0 saves nothing", "; leave one of them out"),
+    Exclusion("--keep_best", "--keep_ckpts 0", lambda o: o.has("keep_best") and not o.settings.keep_ckpts,
+        "it saves checkpoints, and --keep_ckpts 0 saves none", "; leave one of them out"),
     # ---- evaluation, samples, data ----
+    *(Exclusion(f"--{name}", "no --eval_ds", _without(name, "eval_ds"), "it compares losses on --eval_ds; give that")
+      for name in ("keep_best", "early_stopping")),
     Exclusion("--hellaswag_file", "no --hellaswag", _without("hellaswag_file", "hellaswag"), "needs --hellaswag"),
     Exclusion("--hellaswag_limit", "no --hellaswag", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag"),
     Exclusion("--eval_images", "no --eval_ds", _without("eval_images", "eval_ds"), "needs --eval_ds"),

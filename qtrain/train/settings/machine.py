@@ -15,7 +15,14 @@ import torch
 
 from qtrain.comm.ranks import launched_world, local_rank
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import DATASHEET, Hardware, datasheet_hardware, describe_hardware, product_of
+from qtrain.core.hardware import (
+    DATASHEET,
+    Hardware,
+    datasheet_hardware,
+    describe_hardware,
+    describe_software,
+    product_of,
+)
 from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.settings.settings import TrainSettings
@@ -155,7 +162,10 @@ def mesh_of_world(settings: TrainSettings) -> Mesh | None:
 
 def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:
     """The GPU of --gpu, else the hardware of this machine. UserError where a world of it cannot be planned."""
-    hardware = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
+    if settings.gpu is not None:
+        hardware = datasheet_hardware(settings.gpu)
+    else:
+        hardware = replace(describe_hardware(device), software=describe_software(device))
     if settings.memory_limit is not None:
         limit, have = round(settings.memory_limit * 2**30), hardware.memory_bytes
         if limit > have:

@@ -35,10 +35,11 @@ class TrainSettings:
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
-        "schedule": "n_epochs n_steps lr_schedule_kwargs",
-        "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
-        "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
-        "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
+        "schedule": "n_epochs n_steps max_hours lr_schedule_kwargs",
+        "evaluation": "eval_ds eval_interval early_stopping eval_sequences eval_images sample_prompts sample_tokens "
+        "hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export run_name "
+        "runs_dir",
         "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
         "offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
@@ -58,9 +59,9 @@ class TrainSettings:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
 
-    gpus: Annotated[int, Range(0, 1024)] = 0
-    """GPUs of this machine to train on, one rank each (with --device cpu: processes); 0: as many ranks as torchrun has
-    started, or one."""
+    gpus: Annotated[int, Range(0, 1024)] | Literal["all"] = 0
+    """GPUs of this machine to train on, one rank each (with --device cpu: processes), or all; 0: as many ranks as
+    torchrun has started, or one."""
     dp_replicate: Annotated[int, Range(0, 10**5)] = 0
     """Replicas of optimizer states and master weights, each sharded over --dp_shard ranks (HSDP); 0: automatic."""
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
@@ -118,8 +119,13 @@ class TrainSettings:
     num_workers: Workers = 0
     """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
-    n_steps: Count = 1000
-    """Optimizer steps to train."""
+    n_epochs: CountOrZero = 0
+    """Passes over the training data, whose size must be known; 0: train a number of steps."""
+    n_steps: Count | None = None
+    """Optimizer steps to train; None: as many as --n_epochs has, without it 1000."""
+    max_hours: Annotated[float, Range(0.001, 10**5)] | None = None
+    """Hours after the start of the process at which the run saves a checkpoint, prints how to resume, and ends with
+    exit code 0 without exporting; None: no limit."""
     batch_size: BatchSize = 4
     """Sequences per optimizer step."""
     micro_batch_size: MicroBatchSize = 0
@@ -137,8 +143,9 @@ class TrainSettings:
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay of weight matrices and embeddings; norms and biases have none."""
     lr_schedule_kwargs: JsonDict = None
-    """Learning-rate schedule as a JSON object: warmup and decay, fractions of the steps (0.02 and 0.2 by default),
-    decay_type (linear, cosine or sqrt; linear), final, the last rate as a fraction of --lr (0)."""
+    """Learning-rate schedule (WSD) as a JSON object: warmup and decay (0.02 and 0.2), each a fraction of the steps up
+    to 1, which is all of them, or above 1 a number of steps; decay_type (linear, cosine or sqrt; linear); final, the
+    last rate as a fraction of --lr (0); stable, the rate between the two (constant or inverse_sqrt; constant)."""
     clip_grad_norm: NotNegative = 1.0
     """Clip the gradient to this L2 norm, over all parameters; 0: no clipping."""
     optimizer_in_backward: bool = False
@@ -147,10 +154,15 @@ class TrainSettings:
 
     eval_interval: CountOrZero = 100
     """Steps between evaluations; 0: evaluate before the first and after the last step only."""
+    early_stopping: CountOrZero = 0
+    """End the run after N evaluations in a row without a lower loss than the lowest before them; 0: never."""
     ckpt_interval: CountOrZero = 1000
     """Steps between checkpoints; 0: save at the end, and when a signal stops the run, only."""
     keep_ckpts: CountOrZero = 2
     """Newest checkpoints to keep, older ones are deleted; 0: save none at all."""
+    keep_best: bool = False
+    """Save a checkpoint at each evaluation with the lowest loss so far, and keep the last of these beside the newest
+    --keep_ckpts."""
     async_checkpoint: bool = False
     """Write checkpoints while training goes on: a step waits only for a copy of the state, which takes as much host
     memory as the checkpoint has bytes."""
@@ -160,6 +172,10 @@ class TrainSettings:
     log_interval: Count = 1
     """Steps between lines of metrics.jsonl."""
 
+    export: bool = True
+    """When the run ends, write the trained model with adapters merged in: a Hugging Face folder, RUN/hf, of timm's
+    models a folder for timm, RUN/timm."""
+
     project: str = "qtrain"
     """Project name that trackers show."""
     run_name: str = "run"
@@ -167,7 +183,7 @@ class TrainSettings:
     runs_dir: str = "runs"
     """Folder that holds the folders of all runs."""
     trackers: tuple[str, ...] = ()
-    """Also send metrics to wandb, tensorboard or trackio; metrics.jsonl is always written."""
+    """Also send metrics to wandb, tensorboard, mlflow or trackio; metrics.jsonl is always written."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
     """Seed of random weights, data order, dropout and stochastic rounding."""
     profile: bool = False
@@ -199,6 +215,8 @@ class LanguageSettings(TrainSettings):
     keep_8bit: JsonNames = ()
     """Save memory by keeping these for the backward pass in 8 bits, which rounds gradients: a JSON list of gate_up (the
     input of the MLP's activation function), so ["gate_up"]; []: nothing."""
+    freeze_embedding_layer: bool = False
+    """Do not train the embedding, nor the output head if both are the same matrix."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128

@@ -132,7 +132,7 @@ class BackgroundSave:
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[Written] | None = None
 
-    def begin(self, folder: Path, keep: int, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    def begin(self, to: Checkpoints, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Copy the state, which may change on return, and start to write it. The previous save must be finished."""
         assert self._writing is None
         if self._thread is None:
@@ -143,7 +143,7 @@ class BackgroundSave:
         # Complete on return: the next step overwrites the originals in place.
         copied, meta = self._host.of(flatten(tensors)), copy.deepcopy(meta)
         copy_s = time.perf_counter() - start
-        checkpoints = Checkpoints(folder, keep, self._group)
+        checkpoints = Checkpoints(to.folder, to.keep, self._group, to.best)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def write() -> Written:

@@ -154,16 +154,17 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The checkpoints of one run: one folder per saved step in `folder`, of which the newest `keep` are kept.
+    """The checkpoints of one run: one folder per saved step in `folder`, of which the newest `keep` are kept, and
+    that of the step `best`.
 
     With a process group, all ranks call every method, and the folder is on a file system that all of them share.
     group: what `save` communicates over, in a thread of its own; None: the process group of the steps.
     """
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None, best: int | None = None):
         assert keep >= 1
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.best = keep, best
         self._group = group
 
     def save(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
@@ -221,7 +222,8 @@ class Checkpoints:
             self._prune(final)
 
     def _prune(self, written: Path) -> None:
-        """Remove complete checkpoints beyond the newest `keep`, and leftovers of dead processes. Never `written`."""
+        """Remove complete checkpoints beyond the newest `keep`, and leftovers of dead processes. Never `written`, nor
+        that of the step `best`."""
         complete = {}
         for path in self.folder.iterdir():
             temporary = re.fullmatch(r"\.tmp-\d+-(\d+)", path.name)
@@ -233,7 +235,8 @@ class Checkpoints:
                 with contextlib.suppress(IncompleteCheckpoint):
                     complete[read_marker(path).step] = path
         for step in sorted(complete, reverse=True)[self.keep - 1 :]:
-            self._remove(step, complete[step])
+            if step != self.best:
+                self._remove(step, complete[step])
 
     def _remove(self, step: int, path: Path) -> None:
         """Rename, then delete: a kill halfway through leaves nothing that is named like a checkpoint."""

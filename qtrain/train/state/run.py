@@ -95,11 +95,8 @@ class Run:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints, self._keep)
-
-    @property
-    def _keep(self) -> int:
-        return max(self.settings.keep_ckpts, 1)
+        best = self.state.best_step if self.settings.keep_best else None
+        return Checkpoints(self.folder.checkpoints, max(self.settings.keep_ckpts, 1), best=best)
 
     @cached_property
     def _files(self) -> dict[str, Any]:
@@ -120,7 +117,7 @@ class Run:
     def begin_save(self) -> None:
         """Start to write a checkpoint of the state as it is now; `background.finish` ends it."""
         # The contents are a view of the live state: `begin` copies it before it returns.
-        self.background.begin(self.folder.checkpoints, self._keep, self.state.step, *self._contents())
+        self.background.begin(self.checkpoints, self.state.step, *self._contents())
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The tensors of a checkpoint, and its meta."""
@@ -287,6 +284,10 @@ class Run:
                 yield log
             except Exception as error:
                 self._log_failure(error)
+                raise
+            except SystemExit as stop:
+                if stop.code == 0:  # stopped by --max_hours: no rank takes the end of another for a fault
+                    leave_world()
                 raise
         leave_world()
 

@@ -132,7 +132,7 @@ def _free_path(root: Path, run_name: str) -> Path:
     return path
 
 
-NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")
+NOT_COMPARED = ("resume", "runs_dir", "dry_run", "max_hours", "gpus", "dp_replicate", "dp_shard")
 """Settings that say where and how a run is started, not what it is."""
 
 

@@ -26,8 +26,12 @@ _KINDS = {
     "tokens": Annotated[int, Range(0)],
     "data": dict[str, Any] | None,
     "best_eval_loss": float | None,
+    "best_step": Annotated[int, Range(0)] | None,
+    "evals_since_best": Annotated[int, Range(0)],
     "run_id": str,
 }
+_ADDED = {"best_step", "evals_since_best"}
+"""Fields that checkpoints of earlier versions lack."""
 
 
 @dataclass
@@ -41,6 +45,11 @@ class TrainState:
     data: dict[str, Any] | None = None
     """Position of the training stream after them."""
     best_eval_loss: float | None = None
+    """The lowest so far."""
+    best_step: int | None = None
+    """The step of that evaluation."""
+    evals_since_best: int = 0
+    """Evaluations after it."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def as_meta(self) -> dict[str, Any]:
@@ -50,10 +59,10 @@ class TrainState:
     def from_meta(cls, meta: dict[str, Any]) -> "TrainState":
         """The state saved in a checkpoint's meta. UserError if its fields are others."""
         try:
-            if set(meta) != {f.name for f in fields(cls)}:
+            if {*meta, *_ADDED} != {f.name for f in fields(cls)}:
                 raise UserError("other fields")
-            for name, kind in _KINDS.items():
-                check_value(name, meta[name], kind)
+            for name, value in meta.items():
+                check_value(name, value, _KINDS[name])
         except (UserError, TypeError):
             raise UserError(OTHER_VERSION) from None
         return cls(**meta)

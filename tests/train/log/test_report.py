@@ -74,6 +74,13 @@ def test_a_finished_run_has_its_figures_and_curves(tmp_path):
     assert "unfinished" not in page.text
 
 
+def test_a_run_that_early_stopping_ended_is_finished(tmp_path):
+    """Its lowest validation loss is at step 20 of records to step 40, two evaluations before the end."""
+    for patience, unfinished in ((2, False), (3, True)):
+        page = make_run(tmp_path / str(patience), records(40), {"n_steps": 100, "early_stopping": patience})
+        assert ("unfinished" in page.text) == unfinished
+
+
 def test_the_curve_is_where_the_numbers_are(tmp_path):
     make_run(tmp_path / "run", [{"step": s, "loss": float(y)} for s, y in ((0, 3), (5, 2), (10, 1))], {})
     svg = re.search(r"<svg.*?</svg>", (tmp_path / "run" / "report.html").read_text(), re.DOTALL)[0]

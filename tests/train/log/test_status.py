@@ -25,14 +25,16 @@ def console(terminal: bool) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
 
 
-FIELDS = {"loss": 3.25, "tok_s": 151_234.0, "sol": 0.413, "memory": 38 * 2**30, "step_s": 2.0}
+FIELDS = {"loss": 3.25, "grad_norm": 0.5189, "tok_s": 151_234.0, "sol": 0.413, "memory": 38 * 2**30, "step_s": 2.0}
 
 
 def test_the_line_without_a_terminal_has_every_field_and_no_escape_codes(tmp_path):
     out = console(terminal=False)
     with StatusLine(1000, setup_log(tmp_path, out)) as status:
         status.update(120, **FIELDS)
-    line = "step 120/1,000 12.0% | loss 3.2500 | 151k tok/s | sol 41.3% | 38.0 GiB | ETA 29m 20s"
+    line = (
+        "step 120/1,000 12.0% | loss 3.2500 | norm 0.519 | 151k tok/s | 2,000 ms | sol 41.3% | 38.0 GiB | ETA 29m 20s"
+    )
     assert out.file.getvalue() == line + "\n"
     assert (tmp_path / "train.log").read_text().endswith(f" INFO {line}\n")
 

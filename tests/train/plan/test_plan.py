@@ -277,7 +277,7 @@ def test_each_name_of_offload_moves_its_bytes():
 
     def moved(*names: str, **changes) -> Plan:
         chosen = dataclasses.replace(checked, offload=frozenset(names), optimizer=checked.optimizer.with_offload(names))
-        chosen = dataclasses.replace(chosen, settings=dataclasses.replace(settings, **changes))
+        chosen = dataclasses.replace(chosen, settings=dataclasses.replace(checked.settings, **changes))
         return plan_for(chosen, config, hardware=HOST)
 
     for name, element in (("m", 2), ("v", 2), ("master", 4)):

@@ -189,6 +189,14 @@ CASES = {
         {"deterministic": True, "gradient_accumulation": 2},
         {"gradient_accumulation": 0, "micro_batch_size": 2},
     ),
+    ("--max_hours", "--keep_ckpts 0"): (PRETRAIN, {"max_hours": 1, "keep_ckpts": 0}, {"keep_ckpts": 1}),
+    ("--keep_best", "--keep_ckpts 0"): (
+        PRETRAIN,
+        {"keep_best": True, "keep_ckpts": 0, "eval_ds": TEXT},
+        {"keep_ckpts": 1},
+    ),
+    ("--keep_best", "no --eval_ds"): (PRETRAIN, {"keep_best": True}, {"eval_ds": TEXT}),
+    ("--early_stopping", "no --eval_ds"): (PRETRAIN, {"early_stopping": 2}, {"eval_ds": TEXT}),
     ("--hellaswag_file", "no --hellaswag"): (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     ("--hellaswag_limit", "no --hellaswag"): (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
     ("--eval_images", "no --eval_ds"): (

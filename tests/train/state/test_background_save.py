@@ -65,7 +65,7 @@ def test_the_state_is_that_of_the_save_though_it_changes_while_it_is_written(tmp
     gate, save = threading.Event(), Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda *args: gate.wait(30) and save(*args))
     background = BackgroundSave()
-    background.begin(tmp_path / "saved", 2, 3, state, meta)
+    background.begin(Checkpoints(tmp_path / "saved", 2), 3, state, meta)
     state["model"]["x"].mul_(5)
     meta["state"]["step"] = 4
     assert background.under_way and not background.ended and not (tmp_path / "saved").exists()

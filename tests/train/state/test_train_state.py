@@ -13,6 +13,12 @@ def test_a_state_survives_json():
     assert TrainState.from_meta(json.loads(json.dumps(state.as_meta()))) == state
 
 
+def test_a_state_of_an_earlier_version_lacks_the_best_step():
+    meta = TrainState(step=7, best_eval_loss=1.5).as_meta()
+    del meta["best_step"], meta["evals_since_best"]
+    assert TrainState.from_meta(meta).best_step is None
+
+
 def test_every_run_has_its_own_id():
     assert TrainState().run_id != TrainState().run_id
 
