@@ -203,7 +203,8 @@ def choose_linears(
             own = own.for_experts() if groups > 1 else own
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
             taken = None if reason else own
-            rounds_logits = reason is None and own != scheme.for_linear(k, n)
+            if is_head and taken:
+                rounds_logits = taken.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
         choices.append(LinearChoice(names[0], k, n, reason, taken, groups, is_head, rounds_logits))
     return choices
 

@@ -29,9 +29,9 @@ class StoredWeightScheme(LowBitScheme):
     activations: Literal["none", "int8", "int8_sr"]
     stored_format: str
 
-    @property
-    def stochastic_rounding(self) -> bool:
-        return self.activations == "int8_sr"
+    def __post_init__(self) -> None:
+        # Follows from an option, and is none itself.
+        object.__setattr__(self, "stochastic_rounding", self.activations == "int8_sr")
 
     def gemm_dtypes(self) -> dict[Gemm, str]:
         arithmetic = "bf16" if self.activations == "none" else "int8"
