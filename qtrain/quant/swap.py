@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
+from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
-from qtrain.quant.grouped_table import emulates_grouped
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
