@@ -23,7 +23,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
 from qtrain.kernels.gemm.persistent import k_major, tile_of
-from qtrain.kernels.numerics.formats import GRANULARITIES
+from qtrain.kernels.numerics.formats import GRANULARITIES, expand_scale
 
 BLOCKS: dict[str, tuple[int, int]] = {name: GRANULARITIES[name] for name in ("1x128", "128x128", "32x32")}
 """Rows and K of the blocks that share a scale."""
@@ -43,18 +43,11 @@ def blockwise_mm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8, with a scale for each of their blocks -> [M, N]."""
-    total = _values(a, scale_a, block_a) @ _values(b, scale_b, block_b).t()  # fp32 [M, N]
+    # Every product is scaled, which the kernel does once per block: sums differ by fp32 rounding only.
+    values_a = a.float() * expand_scale(scale_a, block_a, a.shape)
+    values_b = b.float() * expand_scale(scale_b, block_b, b.shape)
+    total = values_a @ values_b.t()  # fp32 [M, N]
     return (total if bias is None else total + bias.float()).to(out_dtype)
-
-
-def _values(codes: Tensor, scale: Tensor, block: str) -> Tensor:
-    """codes * scale in fp32."""
-    rows, columns = BLOCKS[block]
-    # fp32 [M, K]: one scale per element. Each product is scaled, which the kernel does once per block: sums differ by
-    # fp32 rounding only.
-    expanded = scale.repeat_interleave(rows, 0) if rows > 1 else scale
-    expanded = expanded.repeat_interleave(columns, 1)
-    return codes.float() * expanded[: codes.shape[0], : codes.shape[1]]
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
