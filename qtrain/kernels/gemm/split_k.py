@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_tile, scales_rows, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 
 MIN_STEPS = 8
 """Least steps of BLOCK_K per slice: fewer do not fill the pipeline of loads."""
@@ -100,8 +100,7 @@ def _sum_slices_kernel(
         total += tl.load(slices_ptr + i * rest * BLOCK_M * BLOCK_N + index)
     tile_m, tile_n = tile_of(whole + tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
-    out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
-    store_tile(c_desc, out, row, column, 1)
+    scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, 1)
 
 
 def launch_split_tiles(

@@ -26,7 +26,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
     tilings_for,
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
-from qtrain.kernels.gemm.persistent import tile_of
+from qtrain.kernels.gemm.persistent import store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import check_kinds
 from qtrain.kernels.grouped.grouped_mm import kernels_take
 from qtrain.kernels.grouped.per_group import (
@@ -42,7 +42,6 @@ from qtrain.kernels.grouped.persistent import (
     launch_longest_first,
     load_matrix,
     steps_of_program,
-    store_matrix,
     zero_empty,
     zero_tail,
 )
@@ -163,7 +162,7 @@ def _k_grouped_blockwise_kernel(
         b = b_desc.load([column, start])
         total = add_block(total, a, b, scale_a, scale_b, INT8)
         if start + BLOCK_K >= last:
-            store_matrix(c_desc, total, group, row, column, 1)
+            store_tile(c_desc, total, row, column, 1, group)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
 
