@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
 from qtrain.kernels.gemm.persistent import k_major, tile_of
 from qtrain.kernels.numerics.formats import GRANULARITIES, expand_scale
@@ -81,7 +81,7 @@ def to_float(partial, INT8: tl.constexpr):
 @triton.jit
 def load_scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.constexpr):
     """Scales of BLOCK_N rows of B at one step of K: [1] if they share one, otherwise [BLOCK_N]."""
-    if ROWS_B % BLOCK_N == 0:
+    if ROWS_B % BLOCK_N == 0:  # a tile's rows are within one block: one load for the tile
         index = first + tl.arange(0, 1)
     else:
         index = first + tl.arange(0, BLOCK_N)
@@ -145,8 +145,6 @@ def launch_blockwise_mm(
 ) -> Tensor:
     """The kernel for `blockwise_mm_ref` into `out`. K in multiples of 16, rows of `out` in multiples of 16 bytes; for a
     WgmmaTiling as `supports_wgmma` says."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, k), n = a.shape, b.shape[0]
     if isinstance(tiling, WgmmaTiling):
         vector_b = block_b == "1x128"

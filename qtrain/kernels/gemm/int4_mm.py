@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -125,8 +125,6 @@ def launch_int4_mm(
 
     Packed widths in multiples of 16 bytes, rows of the output too; both operands contiguous; K at most LONGEST_FUSED_K.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     m, n, t = a.shape[0], b.shape[0], tiling
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     # Where two CTAs fit on an SM, one unpacks while the other multiplies.

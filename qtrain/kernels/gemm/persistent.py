@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,6 @@ def launch_persistent_mm(
     scales: fp32 [M] or [1] and [N] or [1]; None: `out` has the accumulators' dtype. bias [N] is added to what is
     scaled. tiles: computes only the first ones; None: all.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     m, n, t = a.shape[0], b.shape[0], tiling
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, tl, triton
 from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 
 MIN_STEPS = 8
@@ -92,6 +92,7 @@ def _sum_slices_kernel(
     m, n = c_desc.shape[0], c_desc.shape[1]
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    # Its tile, and its first row there: BLOCK_M / DOWN CTAs share a tile.
     tile, top = tl.program_id(0) // (BLOCK_M // DOWN), tl.program_id(0) % (BLOCK_M // DOWN) * DOWN
     rows, columns = tile * BLOCK_M + top + tl.arange(0, DOWN), tl.arange(0, BLOCK_N)
     index = rows[:, None] * BLOCK_N + columns[None, :]
@@ -116,8 +117,6 @@ def launch_split_tiles(
     fast_accum: bool,
 ) -> None:
     """The tiles of `launch_scaled_mm` that are split, with its arguments."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     t, s = tiling, split
     accumulator = torch.int32 if a.dtype == torch.int8 else torch.float32  # as in the tensor cores: INT8 stays exact
     slices = torch.empty(s.slices * s.rest * t.block_m, t.block_n, dtype=accumulator, device=a.device)

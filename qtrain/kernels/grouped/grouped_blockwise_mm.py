@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.blockwise_mm import (
     BLOCKS,
     TILINGS,
@@ -143,7 +143,7 @@ def _k_grouped_blockwise_kernel(
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
-    item = tl.program_id(0) - PROGRAMS
+    item = tl.program_id(0) - PROGRAMS  # the first step takes the first tile: start >= last
     group, row, column, start, last = 0, 0, 0, 0, 0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in tl.range(0, steps):
@@ -184,11 +184,10 @@ def launch_grouped_rows_blockwise(
     R a multiple of 128; rows and K in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
     `rows_tilings` says.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, k), (groups, n, _), t = a.shape, b.shape, tiling
     if isinstance(t, WgmmaTiling):
         by_rows = b.stride(1) == k  # the 2-D view that TMA reads, and the steps between its groups
+        # Neither copies: TMA's 2-D descriptor reads either stacking in place.
         stacked = b.reshape(groups * n, k) if by_rows else b.transpose(0, 1).reshape(n, groups * k)
         return launch_blockwise_wgmma(
             a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False,
@@ -224,8 +223,6 @@ def launch_grouped_sums_blockwise(
     R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
     `sums_tilings` says.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (groups, n, k), t = out.shape, tiling
     if isinstance(t, WgmmaTiling):
         launch_blockwise_wgmma(

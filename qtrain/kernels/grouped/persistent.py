@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, tl, triton
 from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import SPAN
 
@@ -103,8 +103,6 @@ def launch_m_grouped(
     be column-major. scales: fp32 [R] or [1] and [E * N] or [1]; None: `out` holds the accumulators, rounded to its
     dtype.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, n), t = out.shape, tiling
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     column_major = b.stride(2) != 1  # the descriptor is of the transpose, which is contiguous
@@ -273,8 +271,6 @@ def launch_k_grouped(
     column-major. scales: fp32 [E * N] or [1] and [E * K] or [1]; None: `out` holds the accumulators, rounded to its
     dtype.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (groups, n, k), t = out.shape, tiling
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # tiles of all groups
     programs = min(t.per_sm * sm_count(a.device), items)
@@ -303,8 +299,6 @@ def launch_long_sums(
     a: Tensor, b: Tensor, out: Tensor, starts: Tensor, scales: tuple[Tensor, Tensor], longest: int = SPAN
 ) -> None:
     """The sums of `launch_k_grouped` of INT8 whose group has more rows than `longest`, a multiple of 128."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (_, n, k), t = out.shape, _LONG
     tiles = triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
     _long_sums_kernel[(min(2 * sm_count(a.device), tiles),)](
