@@ -239,6 +239,7 @@ def quantize_linears(
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
     parts = [shared(choice.name) for choice in choices if choice.reason is None]
     numbers = [(part.first_number if part else 0) + number for number, part in enumerate(parts)]
+    # One tensor for all linears: a new step is one fill, and every linear's key is a view of its row.
     keys = torch.tensor([[seed, 0, number] for number in numbers], dtype=torch.int64, device=device)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     if realize:

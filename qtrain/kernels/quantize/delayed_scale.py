@@ -60,7 +60,7 @@ def _select_scale_kernel(scale_ptr, partial_ptr, out_ptr, amax_ptr, partials, CO
     """Stores the known scale, or that of the partial absmaxes, which are written only where none is known."""
     # scale, out fp32 [1]; partial int32 [partials]; amax int32 [1], zeroed for the quantizer that follows.
     scale, index = tl.load(scale_ptr), tl.arange(0, BLOCK)
-    if (scale > 0.0) == 0:
+    if (scale > 0.0) == 0:  # of a NaN too, which compares false
         scale = scale_from_amax(tl.max(tl.load(partial_ptr + index, index < partials, 0), 0), CODE)
     tl.store(out_ptr, scale)
     tl.store(amax_ptr, 0)
@@ -157,6 +157,7 @@ def _swiglu_amax_unless_known_kernel(
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
         inside = index < numel
+        # Rows of x are twice as long as those of y: gate, and up `width` elements later.
         at = index // width * (2 * width) + index % width
         gate, up = tl.load(x_ptr + at, inside, 0.0).to(tl.float32), tl.load(x_ptr + at + width, inside, 0.0)
         if BACKWARD:

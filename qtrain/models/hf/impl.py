@@ -203,6 +203,7 @@ def build_hf_model(
                 tensor.data = tensor.data.clone()
     else:
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        # transformers draws from the global generators, which the run goes on to use as if nothing had been drawn.
         with torch.random.fork_rng(devices=devices), torch.device(device), _explained(source, "config"):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -49,7 +49,7 @@ class DrawnValues:
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator on `device`, seeded by a hash of (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)  # seeds are int64: 63 bits
 
 
 class LoadedValues:
