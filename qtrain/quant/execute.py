@@ -109,6 +109,7 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
     else:
         x = in_memory(t)
         scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
+        # power_of_two False: a given scale is not rounded again.
         codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else None
         codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else None
     if delayed.amax is not None:

@@ -148,6 +148,7 @@ def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
     fmt = w.format._replace(sum_dim=1)
     if fmt.granularity == "rowwise":
         return quantize_columns(w.dequantize(torch.float32), fmt, NEAREST, False)
+    # A scale per block is transposed with its block; one for the tensor stays.
     return QuantizedTensor(transpose_8bit(w.codes), w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
 
 

@@ -184,6 +184,7 @@ def choose_linears(
     """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
     trains."""
     choices, shared = [], shared_weights(model)
+    # `auto` is no LowBitScheme either, but has such parts.
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
         taken, groups, is_head, rounds_logits = None, groups_of(linear), linear is head, False
@@ -258,6 +259,7 @@ def quantize_linears(
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
+            # Not codes that are the weight itself, nor those of a frozen weight, which nobody would compute again.
             computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
             if is_lazy(swapped.weight) or (computed and not realize):
                 swapped.weight_codes.free()

@@ -121,6 +121,7 @@ class HfModel(nn.Module):
             )
 
     def _probe_ids(self) -> Tensor:
+        # Eight tokens: two documents of four.
         device = self.model.get_input_embeddings().weight.device
         return torch.arange(1, 9, device=device).remainder(self.model.config.vocab_size).unsqueeze(0)
 
@@ -130,6 +131,7 @@ class HfModel(nn.Module):
         if self.lm_head is None:
             return False
         ids = self._probe_ids()
+        # Eager: a probe of eight tokens would compile every layer for a shape that is never seen again.
         with _evaluating(self.model), torch.compiler.set_stance("force_eager"):
             logits = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]

@@ -31,7 +31,7 @@ class Nf4Base(StoredWeightScheme):
     def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
         if self.activations == "none":
             return super().operand_formats(gemm)
-        if gemm == "grad_weight":
+        if gemm == "grad_weight":  # of a frozen weight there is none
             return HIGH_PRECISION
         granularity = "tensorwise" if self.activations == "fp8_tensorwise" else "rowwise"
         return self.low_bit_formats(gemm)[0]._replace(granularity=granularity), self.stored_operand(gemm)
