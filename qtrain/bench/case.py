@@ -79,7 +79,7 @@ def implementation(family: str | None) -> Iterator[None]:
     """Inside, operators with several implementations choose from this family; None does not change the choice."""
     before = os.environ.get("QTRAIN_IMPL")
     if family is not None:
-        os.environ["QTRAIN_IMPL"] = family
+        os.environ["QTRAIN_IMPL"] = family  # which every dispatch reads at each call
     try:
         yield
     finally:

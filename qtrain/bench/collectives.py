@@ -221,6 +221,7 @@ def collective_table(sizes: list[int], repeats: int, device: torch.device) -> Ta
     table = Table(title, "GB/s", [f"{size} MiB" for size in sizes])
     elements = {size: size * MIB // 2 // world() * world() for size in sizes}  # of bf16, a multiple of the ranks
     for collective in COLLECTIVES:
+        # On the smallest size: the check gathers every rank's tensor on every rank.
         reason = problem_with(collective, elements[sizes[0]], device)
         for size in sizes:
             cell = Cell(reason=reason)

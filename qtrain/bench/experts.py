@@ -23,8 +23,6 @@ from qtrain.models.native.moe import Experts
 from qtrain.quant import Scheme
 from qtrain.train.log.status import three_digits
 
-CODE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 1, "mxfp8": 1, "nvfp4": 1}
-"""Of an operand's element as a product of this arithmetic reads it."""
 ELEMENT = 2  # bytes of bf16
 
 
@@ -114,7 +112,7 @@ def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwid
     r, t, c, i, weights = shape.rows, shape.tokens, shape.hidden, shape.width, shape.experts * shape.hidden
     kinds = scheme.gemm_dtypes()
     peaks = {role: hardware.peak(name) for role, name in kinds.items()}
-    code = {role: CODE_BYTES[name] for role, name in kinds.items()}
+    code = {role: ELEMENT if name == "bf16" else 1 for role, name in kinds.items()}  # bytes; 4 bits are unpacked to 8
 
     def written(first: str) -> int:
         """Bytes of an element of rows that the product `first` and grad_weight read: in two layouts if in codes."""

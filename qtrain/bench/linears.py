@@ -59,6 +59,7 @@ class LinearProblem:
 def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
     """One linear under a scheme. UnavailableError where the scheme does not quantize it."""
     x, w, dy = problem.tensors
+    # A model of one layer: the swap replaces a submodule of its parent.
     linear = nn.Linear(problem.k, problem.n, bias=False, device=problem.device, dtype=w.dtype)
     model = nn.Sequential(linear)
     with torch.no_grad():

@@ -278,4 +278,5 @@ def _place(r: Row[Problem]) -> tuple[int, int]:
     return _FORMATS.index(r.name.split()[0]), _SCALES.index(scales) if scales in _SCALES else len(_SCALES)
 
 
+# Stable: rows of one place stay in the order in which they were registered.
 ROWS.sort(key=_place)

@@ -90,7 +90,7 @@ def time_step(
         options = {"fused": True, **options}  # torch's fastest: one kernel for many tensors
     spec = OPTIMIZERS.make(name, options, "--names")
     optimizer = spec.build(parameter_groups(module, 0.1), 1e-5, seed=0)
-    optimizer.step()
+    optimizer.step()  # allocates the states
     # Parameters, gradients and states of a model are larger than the cache: nothing has to be rotated.
     ms = measure(lambda: optimizer.step(), (), device, budget_ms=400.0).ms
     parameters = list(module.parameters())

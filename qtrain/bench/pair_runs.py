@@ -104,7 +104,7 @@ class PairedRun:
         """Start the run or go on with it. Returns why it has not finished; None: it has."""
         begun, recipe = self.begun(), self.runs_dir / f"{self.name}.json"
         recipe.write_text(json.dumps(self.recipe, indent=1) + "\n")
-        with (self.runs_dir / f"{self.name}.log").open("a") as log:
+        with (self.runs_dir / f"{self.name}.log").open("a") as log:  # a resumed run goes on in its log
             resume = [] if begun is None else ["--resume", str(begun)]
             done = pretrain(
                 ["--config", str(recipe), *resume], gpu=gpu, seconds=seconds, stdout=log, stderr=subprocess.STDOUT
@@ -147,7 +147,7 @@ def train_all(runs: Sequence[PairedRun], jobs: int, deadline: float | None, prog
     """Train the runs, one a GPU at a time; returns why some have not finished, by 'VARIANT, seed N'."""
     # Runs of several GPUs each see all of them, one run at a time.
     gpus = [] if any((run.recipe.get("gpus") or 0) > 1 for run in runs) else visible_gpus()
-    jobs = jobs or max(len(gpus), 1)
+    jobs = jobs or max(len(gpus), 1)  # on a CPU one at a time: several would share its cores
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for job in range(jobs):
         free.put(gpus[job % len(gpus)] if len(gpus) > 1 else None)  # None: leave CUDA_VISIBLE_DEVICES as it is

@@ -115,6 +115,7 @@ def _on_card(method: str, card: str) -> tuple[dict[str, Any], Lora | None]:
 @functools.cache
 def _architecture(model: str, seq_len: int) -> LanguageArchitecture:
     """Shared by the cells of a model: its empty modules take longer than a plan."""
+    # The shapes are those of any device; a CPU is always here.
     settings = LanguageSettings(model=model, seq_len=seq_len, device="cpu")
     return LanguageArchitecture.of(settings, check_settings(settings, "resources").mesh)
 

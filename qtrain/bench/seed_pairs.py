@@ -238,6 +238,7 @@ def check_recipes(runs: Sequence[PairedRun]) -> None:
     this process, which has torch imported already."""
     # One run of each variant: seeds do not change what is refused.
     first = {run.variant: run for run in reversed(runs) if run.begun() is None}
+    # Of each variant the first run stayed, in reverse: refusals come in the order of --schemes.
     for run in reversed(first.values()):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as plan:
             path = Path(folder) / "recipe.json"

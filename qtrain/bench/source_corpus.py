@@ -90,6 +90,7 @@ def main(argv: list[str]) -> None:
 
 def write_text(settings: SourceCorpusSettings, folder: Path) -> None:
     """Write train.jsonl and validation.jsonl into `folder`. UserError where either would be empty."""
+    # In the order of hashes: --max_mb takes a random sample, and the same one wherever the contents are the same.
     files = list(_limited(unique_files(_roots(settings.roots)), settings.max_mb * 10**6))
     splits = {
         "train": [file for file in files if not file.is_validation(settings.validation_fraction)],

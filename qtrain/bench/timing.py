@@ -171,21 +171,13 @@ def watching_clocks(device: torch.device, seconds: float = 0.5) -> Iterator[Cloc
 
 
 def _clock_reader(device: torch.device) -> Callable[[], tuple[float, float]] | None:
-    """A function that returns (SM clock in MHz, power in W), by pynvml if it is installed, else by nvidia-smi."""
+    """A function that returns (SM clock in MHz, power in W), by torch, which needs pynvml, else by nvidia-smi."""
     if device.type != "cuda":
         return None
+    with contextlib.suppress(Exception):  # not installed, or an NVML error
+        torch.cuda.clock_rate(device)
+        return lambda: (float(torch.cuda.clock_rate(device)), torch.cuda.power_draw(device) / 1000)
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # indices differ under CUDA_VISIBLE_DEVICES
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return lambda: (
-            float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
-            pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        )
-    except Exception:  # not installed, or an NVML error
-        pass
     query = ["nvidia-smi", "-i", uuid, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
 
     def read() -> tuple[float, float]:

@@ -14,6 +14,7 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _Absent:
@@ -30,9 +31,9 @@ except ImportError:
         def __getattr__(self, name: str):
             raise RuntimeError("this kernel needs triton, which is not installed: pip install triton")
 
-    triton = tl = gluon = gl = hopper = _Absent()
+    triton = tl = gluon = gl = hopper = TensorDescriptor = _Absent()
 
-__all__ = ["gl", "gluon", "hopper", "operator", "tl", "triton"]
+__all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "operator", "tl", "triton"]
 
 
 def operator(name: str, fake: Callable, mutates_args: Iterable[str] = ()) -> Callable:

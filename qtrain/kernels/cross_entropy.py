@@ -53,6 +53,7 @@ def _cross_entropy_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + columns < width
+        # -inf past the end: its exponential adds 0 to the sum.
         x = tl.load(logits_ptr + start + columns, inside, float("-inf")).to(tl.float32)
         higher = tl.maximum(peak, x)
         # A lane without a logit yet has peak -inf, and -inf - -inf would be NaN.

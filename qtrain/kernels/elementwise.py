@@ -30,6 +30,7 @@ def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK
     # total fp32 [length], in place; terms [ROWS, length] of any float dtype.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
+    # Each CTA adds its elements alone, row by row: the order of additions is that of the rows.
     total = tl.load(total_ptr + at, inside)
     for row in tl.static_range(ROWS):  # unrolled: all loads are in flight before the first sum
         total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)

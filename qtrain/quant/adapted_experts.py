@@ -77,7 +77,7 @@ class SavedRows(NamedTuple):
 
 
 class AdapterGradients(NamedTuple):
-    """Of `Kept.rows_a` and, in fp32, of the adapters."""
+    """Of `SavedRows.rows_a` and, in fp32, of the adapters."""
 
     rows_a: Tensor | None = None
     a: Tensor | None = None
@@ -122,7 +122,7 @@ def _adapters_backward(
 ) -> AdapterGradients:
     """dy [R, N], rows [R, K]."""
     groups, rank = adapted.linear.groups, adapters.rank
-    drows_a = _multiply(dy, adapters.b.t(), groups)  # [R, r]
+    drows_a = _multiply(dy, adapters.b.t(), groups)  # [R, r]; b has the scale already, db below gets it
     # fp32 [E, r, K], flat.
     da = k_grouped_plain_mm(drows_a.t(), _dropped(rows, kept.mask, adapted.dropout).t(), groups.starts, torch.float32)
     db = k_grouped_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)  # fp32 [E * N, r]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.quant import gemm_table, grouped_table
+from qtrain.quant import gemm_table
 from qtrain.quant.execute import Exchange, OperandRequest
 from qtrain.quant.scheme import LowBitScheme, applies
 from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
@@ -44,7 +44,7 @@ class LinearArguments(NamedTuple):
         fast_accum = applies(self.scheme.fast_accum, gemm)  # of FP8 only; other products ignore it
         if self.groups is None:
             return gemm_table.multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
-        return grouped_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)
+        return gemm_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)
 
 
 def codes_or(operand: Operand | None, weight: Tensor) -> Operand:

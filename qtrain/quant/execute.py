@@ -34,7 +34,7 @@ from qtrain.quant.tensor_roles import (
     SwiGLUOperands,
     TensorName,
 )
-from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
 class Exchange(Protocol):
@@ -94,15 +94,7 @@ def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
     if rows and columns and columns.sum_dim == 1:
         # Both layouts from one read of t, where a kernel has it; gathered rows are never in memory then.
         return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups))
-    t = in_memory(t)
-    if columns and columns.sum_dim == 0:  # reads the row codes
-        codes = quantize_rows(t, rows or columns, rounding, power_of_two)
-        # The same codes, read along the other dimension and dequantized.
-        return Operands(codes, codes.summed_over_rows())
-    return Operands(
-        quantize_rows(t, rows, rounding, power_of_two) if rows else t,
-        quantize_columns(t, columns, rounding, power_of_two, request.groups) if columns else t,
-    )
+    return operands_under_scale(in_memory(t), request, None)
 
 
 def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
@@ -117,6 +109,7 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
     else:
         x = in_memory(t)
         scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
+        # power_of_two False: a given scale is not rounded again.
         codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else None
         codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else None
     if delayed.amax is not None:
@@ -127,25 +120,24 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
     )
 
 
-def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor) -> Operands:
-    """`quantize_operands` where tensorwise scales are `scale`, fp32 [1]; finer ones are t's own."""
+def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor | None) -> Operands:
+    """Each operand from a read of its own. Where scales are tensorwise they are `scale`, fp32 [1]; finer ones are t's
+    own, and all are if it is None."""
     rows, columns = request.formats
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
-    own_rows: Operand = t
-    own_columns: Operand = t
-    if rows:
-        own_rows = quantize_rows(t, rows, rounding, power_of_two, _if_tensorwise(rows, scale))
+
+    def given(fmt: OperandFormat) -> Tensor | None:
+        return scale if fmt.granularity == "tensorwise" else None
+
     if columns and columns.sum_dim == 0:
-        own_columns = own_rows.summed_over_rows()
-    elif columns:
-        own_columns = quantize_columns(
-            t, columns, rounding, power_of_two, request.groups, _if_tensorwise(columns, scale)
-        )
-    return Operands(own_rows, own_columns)
-
-
-def _if_tensorwise(fmt: OperandFormat, scale: Tensor) -> Tensor | None:
-    return scale if fmt.granularity == "tensorwise" else None
+        # One set of codes: `grad_input` reads those of rows along the other dimension, and dequantizes them.
+        fmt = rows or columns
+        codes = quantize_rows(t, fmt, rounding, power_of_two, given(fmt))
+        return Operands(codes, codes.summed_over_rows())
+    return Operands(
+        quantize_rows(t, rows, rounding, power_of_two, given(rows)) if rows else t,
+        quantize_columns(t, columns, rounding, power_of_two, request.groups, given(columns)) if columns else t,
+    )
 
 
 def quantize_swiglu_operands(

@@ -52,7 +52,7 @@ class ExpertsFunction(torch.autograd.Function):
         rows = quantize_operands(GatheredRows(x, RowIndex(groups.token_of_row)), request)
         y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype, memory)
         save_operands(ctx, *saved.operands)
-        ctx.mlp, ctx.weights = saved._replace(operands=()), weights
+        ctx.mlp, ctx.weights = saved._replace(operands=()), weights  # operands are in save_for_backward alone
         return combine_rows(y, weights, groups.row_of_topk)
 
     @staticmethod

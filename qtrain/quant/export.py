@@ -35,7 +35,7 @@ def exported_weight(linear: nn.Module) -> Tensor:
     value, scheme = initial_value(linear.weight), linear.scheme
     if isinstance(value, StoredWeight):
         return value.dequantize(value.dtype)
-    if not scheme.latent:
+    if not scheme.latent:  # the master weight is what is trained; codes only approximate it
         return value.detach()
     if linear.reduce is not None:  # the scale is that of all processes, which the codes have
         return linear.weight_codes.operands().rows.dequantize(value.dtype)

@@ -1,12 +1,12 @@
-"""The products of two operands, found by the formats and granularities of both.
+"""The products of two operands, found by the formats and granularities of both, dense and of groups of rows.
 
 A row of `PRODUCTS` multiplies K-major codes. Any other pair is dequantized and multiplied in high precision: a plain
 tensor with a stored weight, or codes that were quantized along their other dimension. A new format is a new row.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +16,20 @@ from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
+from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.mx import mx_mm
 from qtrain.kernels.quantize.nf4_to_8bit import nf4_to_8bit
+from qtrain.quant.grouped_products import BLOCKWISE, EMULATED, PACKED, SCALED, GroupedProducts
 from qtrain.quant.quantizers import quantize_columns
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
 
-T = TypeVar("T")
-ProductKey = tuple[str, str, str, str]
-"""(format of a, granularity of a, format of b, granularity of b)"""
-
 Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
 """(a [M, K], b [N, K], dtype, bias [N], fast_accum) -> a · bᵀ + bias [M, N] in dtype."""
-
-INT8, INT4, FP8, FP4 = ("int8",), ("int4",), ("e4m3", "e5m2"), ("e2m1",)
 
 
 def _scaled(
@@ -64,31 +61,45 @@ def _nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Ten
     return (y if bias is None else y + bias).to(dtype)
 
 
-# Formats of both operands, granularities of a and of b, product. Scales per row and per tensor are factors of the whole
-# sum and are applied in the epilogue; block scales are applied to the partial sum of each block of K.
-_ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] = [
-    (INT8, ("rowwise", "tensorwise"), ("rowwise", "tensorwise"), _scaled),
-    (FP8, ("rowwise", "tensorwise"), ("rowwise", "tensorwise"), _scaled),
-    (INT8, ("1x128", "128x128"), ("1x128", "128x128"), _blockwise),
-    (FP8, ("1x128", "128x128"), ("1x128", "128x128"), _blockwise),
-    (INT8, ("32x32",), ("32x32",), _blockwise),
-    (INT4, ("rowwise",), ("rowwise",), _int4),
-    (FP8, ("1x32",), ("1x32",), _mx),
-    (FP4, ("1x16",), ("1x16",), _nvfp4),
+class Products(NamedTuple):
+    """The products of two operand formats, of K-major codes."""
+
+    dense: Product
+    grouped: GroupedProducts
+
+
+_FP8, _EPILOGUE, _BLOCKS = ("e4m3", "e5m2"), ("rowwise", "tensorwise"), ("1x128", "128x128")
+
+# Formats of both operands, granularities of both. Scales per row and per tensor are factors of the whole sum and are
+# applied in the epilogue; block scales are applied to the partial sum of each block of K.
+_ROWS: list[tuple[tuple[str, ...], tuple[str, ...], Products]] = [
+    (("int8",), _EPILOGUE, Products(_scaled, SCALED)),
+    (_FP8, _EPILOGUE, Products(_scaled, SCALED)),
+    (("int8",), _BLOCKS, Products(_blockwise, BLOCKWISE)),
+    (_FP8, _BLOCKS, Products(_blockwise, BLOCKWISE)),
+    (("int8",), ("32x32",), Products(_blockwise, BLOCKWISE)),
+    (("int4",), ("rowwise",), Products(_int4, PACKED)),
+    (_FP8, ("1x32",), Products(_mx, EMULATED)),
+    (("e2m1",), ("1x16",), Products(_nvfp4, EMULATED)),
 ]
 
-
-def by_formats(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], T]]) -> dict[ProductKey, T]:
-    """Rows (formats of both operands, granularities of a, of b, entry) -> the entry of each combination."""
-    return {
-        pair: entry
-        for formats, granularities_a, granularities_b, entry in rows
-        for pair in itertools.product(formats, granularities_a, formats, granularities_b)
-    }
+PRODUCTS = {
+    key: products
+    for formats, granularities, products in _ROWS
+    for key in itertools.product(formats, granularities, formats, granularities)
+}
+"""The products of each (format of a, granularity of a, format of b, granularity of b)."""
 
 
-PRODUCTS = by_formats(_ROWS)
-"""The product of each (format of a, granularity of a, format of b, granularity of b)."""
+def products_of(a: OperandFormat, b: OperandFormat) -> Products:
+    """Of K-major operands in these formats."""
+    return PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
+
+
+def emulates_grouped(a: OperandFormat, b: OperandFormat) -> bool:
+    """Whether grouped products of these formats are emulated on every device, as no kernel multiplies groups of
+    them."""
+    return products_of(a, b).grouped is EMULATED
 
 
 def multiply(
@@ -100,8 +111,7 @@ def multiply(
             b = _nf4_in_8_bits(gemm, a, b)
         elif gemm == "grad_input" and b.format.sum_dim == 0:
             b = _other_layout(b)
-        key = a.format.fmt, a.format.granularity, b.format.fmt, b.format.granularity
-        return PRODUCTS[key](a, b, dtype, bias, fast_accum)
+        return products_of(a.format, b.format).dense(a, b, dtype, bias, fast_accum)
     # dy in high precision, w stored in low bits.
     if gemm == "grad_input" and isinstance(b, QuantizedTensor):
         b = _read_after(a, b)
@@ -109,6 +119,21 @@ def multiply(
     if gemm == "output":
         return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
+
+
+def multiply_grouped(
+    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: TokenPermutation, *, fast_accum: bool = True
+) -> Tensor:
+    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x)."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        products = products_of(a.format, b.format).grouped
+        product = products.sums if gemm == "grad_weight" else products.rows
+        return product(a, b, groups, dtype, fast_accum)
+    a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if gemm == "grad_weight":
+        return k_grouped_plain_mm(a.t(), b.t(), groups.starts, dtype)  # views: dy [R, N] and x [R, K], read along R
+    # [E * N, K] has the matrices along its rows; its transpose, for grad_input, along its columns.
+    return m_grouped_plain_mm(a, b if gemm == "output" else b.t(), groups.group_of_block, groups.starts)
 
 
 def _nf4_in_8_bits(gemm: Gemm, a: QuantizedTensor, w: QuantizedTensor) -> QuantizedTensor:
@@ -123,6 +148,7 @@ def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
     fmt = w.format._replace(sum_dim=1)
     if fmt.granularity == "rowwise":
         return quantize_columns(w.dequantize(torch.float32), fmt, NEAREST, False)
+    # A scale per block is transposed with its block; one for the tensor stays.
     return QuantizedTensor(transpose_8bit(w.codes), w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
 
 

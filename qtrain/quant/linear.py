@@ -123,9 +123,12 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def _quantize(self, weight: Tensor, reuse: ReuseBuffers | None = None) -> Operands:
-        key = self.weight_key if self.scheme.stochastic_rounding else None
-        request = WeightRequest(self.scheme, weight, key, self.groups, reuse)
+        request = self._request(weight, self.weight_key, reuse)
         return quantize_weight(request) if self.reduce is None else quantize_spanning_weights([request], self.reduce)[0]
+
+    def _request(self, weight: Tensor, key: Tensor, reuse: ReuseBuffers | None) -> WeightRequest:
+        key = key if self.scheme.stochastic_rounding else None
+        return WeightRequest(self.scheme, weight, key, self.groups, reuse)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -147,13 +150,7 @@ class LowBitLinear(nn.Module):
         if not linears:
             return
         requests = [
-            WeightRequest(
-                linear.scheme,
-                linear.weight,
-                linear.key if linear.scheme.stochastic_rounding else None,
-                linear.groups,
-                ReuseBuffers(linear.weight_codes.operands(), linear.known_amax),
-            )
+            linear._request(linear.weight, linear.key, ReuseBuffers(linear.weight_codes.operands(), linear.known_amax))
             for linear in linears
         ]
         for linear, operands in zip(linears, quantize_spanning_weights(requests, linears[0].reduce), strict=True):

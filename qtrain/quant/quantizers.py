@@ -28,6 +28,7 @@ def _quantize_mx(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: 
 
 
 def _quantize_nvfp4(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
+    # Rotated and transposed within the operator: the bits that it draws belong to the elements of t.
     key = rounding.column_key if transposed else rounding.row_key
     codes, scale, tensor_scale = quantize_nvfp4(t, key, rounding.role, transposed, fmt.hadamard)
     return QuantizedTensor(codes, scale, fmt, tensor_scale)

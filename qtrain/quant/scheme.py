@@ -9,8 +9,8 @@ Each of x, w and dy is read by two GEMMs, once along its rows and once along its
 nothing. `execute.py` quantizes and multiplies by the declaration; the plan and the export ask it in their own rooms.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -133,7 +133,10 @@ class LowBitScheme(Scheme):
         if not (head and nearest):
             return self
         others = [gemm for gemm in get_args(Gemm) if applies(self.stochastic_rounding, gemm)]
-        return replace(self, stochastic_rounding=(*others, *nearest))
+        rounded = copy.copy(self)
+        # Not `replace`: of stored weights it is no field, and `activations` has no word for some of the GEMMs.
+        object.__setattr__(rounded, "stochastic_rounding", (*others, *nearest))
+        return rounded
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
         """Why a linear of this shape stays in high precision on this device; None if it is swapped. The device meta

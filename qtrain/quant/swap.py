@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
+from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
-from qtrain.quant.grouped_table import emulates_grouped
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
@@ -184,6 +184,7 @@ def choose_linears(
     """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
     trains."""
     choices, shared = [], shared_weights(model)
+    # `auto` is no LowBitScheme either, but has such parts.
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
         taken, groups, is_head, rounds_logits = None, groups_of(linear), linear is head, False
@@ -203,7 +204,8 @@ def choose_linears(
             own = own.for_experts() if groups > 1 else own
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
             taken = None if reason else own
-            rounds_logits = reason is None and own != scheme.for_linear(k, n)
+            if is_head and taken:
+                rounds_logits = taken.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
         choices.append(LinearChoice(names[0], k, n, reason, taken, groups, is_head, rounds_logits))
     return choices
 
@@ -238,6 +240,7 @@ def quantize_linears(
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
     parts = [shared(choice.name) for choice in choices if choice.reason is None]
     numbers = [(part.first_number if part else 0) + number for number, part in enumerate(parts)]
+    # One tensor for all linears: a new step is one fill, and every linear's key is a view of its row.
     keys = torch.tensor([[seed, 0, number] for number in numbers], dtype=torch.int64, device=device)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     if realize:
@@ -256,6 +259,7 @@ def quantize_linears(
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
+            # Not codes that are the weight itself, nor those of a frozen weight, which nobody would compute again.
             computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
             if is_lazy(swapped.weight) or (computed and not realize):
                 swapped.weight_codes.free()

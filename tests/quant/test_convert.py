@@ -6,6 +6,9 @@ from torch import nn
 
 from qtrain.core.errors import UserError
 from qtrain.quant import SCHEMES, LowBitLinear, choose_linears, describe_choices, quantize_linears
+from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.schemes.frozen_base import Nf4Base
+from tests.cases import matrix
 
 
 class Model(nn.Module):
@@ -49,6 +52,10 @@ def test_head_on_request_keeps_its_tie():
         ("bitnet", {"sub_norm": False, "backward": "int8"}, {"grad_weight", "grad_input"}),
         ("bitnet", {"sub_norm": False}, False),
         ("fp8_rowwise", {}, False),
+        ("int8_weight", {"activations": "int8"}, {"grad_weight", "grad_input"}),
+        ("int4_weight", {"activations": "int8"}, {"grad_weight", "grad_input"}),
+        ("int4_weight", {"activations": "int8_sr"}, True),
+        ("int8_weight", {}, False),
     ],
 )
 def test_a_head_rounds_integer_gradients_of_logits_stochastically(name, options, rounded):
@@ -60,7 +67,27 @@ def test_a_head_rounds_integer_gradients_of_logits_stochastically(name, options,
     assert (set(found) if isinstance(found, tuple) else found) == rounded
     assert all(layer.scheme == scheme for layer in model.layers)
     (line,) = (line for line in describe_choices(quantized.choices) if "lm_head" in line)
-    assert ("logits rounded stochastically" in line) == (model.lm_head.scheme != scheme)
+    assert ("logits rounded stochastically" in line) == (found != scheme.stochastic_rounding)
+
+
+@pytest.mark.parametrize("name", ["int8_weight", "int4_weight"])
+def test_a_head_of_stored_weights_draws_for_its_gradients_alone(name):
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    scheme = SCHEMES.make(name, {"activations": "int8"}, "--quantize_kwargs")
+    quantized = quantize_linears(model, scheme, seed=0, head=model[0], quantize_head=True)
+    x, dy, found = matrix(5, 64, 1), matrix(5, 32, 2), []
+    for step in (0, 1):
+        quantized.set_step(step)
+        y = model(x.requires_grad_())
+        found.append((y.detach(), *torch.autograd.grad(y, (x, model[0].weight), dy)))
+    same = [torch.equal(first, second) for first, second in zip(*found, strict=True)]
+    assert same == [True, False, False]  # y, dx, dw
+
+
+def test_experts_are_no_head():
+    model = nn.Sequential(GroupedLinear(2, 128, 128))
+    (choice,) = choose_linears(model, Nf4Base(activations="int8"), device=torch.device("cpu"))
+    assert choice.scheme.activations == "none" and not choice.rounds_logits
 
 
 def test_small_linears_are_left_on_request():

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
 from qtrain.kernels.gemm.persistent import k_major, tile_of
-from qtrain.kernels.numerics.formats import GRANULARITIES
+from qtrain.kernels.numerics.formats import GRANULARITIES, expand_scale
 
 BLOCKS: dict[str, tuple[int, int]] = {name: GRANULARITIES[name] for name in ("1x128", "128x128", "32x32")}
 """Rows and K of the blocks that share a scale."""
@@ -43,18 +43,11 @@ def blockwise_mm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8, with a scale for each of their blocks -> [M, N]."""
-    total = _values(a, scale_a, block_a) @ _values(b, scale_b, block_b).t()  # fp32 [M, N]
+    # Every product is scaled, which the kernel does once per block: sums differ by fp32 rounding only.
+    values_a = a.float() * expand_scale(scale_a, block_a, a.shape)
+    values_b = b.float() * expand_scale(scale_b, block_b, b.shape)
+    total = values_a @ values_b.t()  # fp32 [M, N]
     return (total if bias is None else total + bias.float()).to(out_dtype)
-
-
-def _values(codes: Tensor, scale: Tensor, block: str) -> Tensor:
-    """codes * scale in fp32."""
-    rows, columns = BLOCKS[block]
-    # fp32 [M, K]: one scale per element. Each product is scaled, which the kernel does once per block: sums differ by
-    # fp32 rounding only.
-    expanded = scale.repeat_interleave(rows, 0) if rows > 1 else scale
-    expanded = expanded.repeat_interleave(columns, 1)
-    return codes.float() * expanded[: codes.shape[0], : codes.shape[1]]
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -88,7 +81,7 @@ def to_float(partial, INT8: tl.constexpr):
 @triton.jit
 def load_scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.constexpr):
     """Scales of BLOCK_N rows of B at one step of K: [1] if they share one, otherwise [BLOCK_N]."""
-    if ROWS_B % BLOCK_N == 0:
+    if ROWS_B % BLOCK_N == 0:  # a tile's rows are within one block: one load for the tile
         index = first + tl.arange(0, 1)
     else:
         index = first + tl.arange(0, BLOCK_N)
@@ -152,8 +145,6 @@ def launch_blockwise_mm(
 ) -> Tensor:
     """The kernel for `blockwise_mm_ref` into `out`. K in multiples of 16, rows of `out` in multiples of 16 bytes; for a
     WgmmaTiling as `supports_wgmma` says."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, k), n = a.shape, b.shape[0]
     if isinstance(tiling, WgmmaTiling):
         vector_b = block_b == "1x128"

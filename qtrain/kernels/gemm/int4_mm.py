@@ -17,9 +17,9 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import Tiling, scale_tile, scales_rows, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 from qtrain.kernels.numerics.formats import unpack
 
@@ -106,11 +106,7 @@ def _int4_mm_kernel(
             total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)  # int32 [BLOCK_M, BLOCK_N], 256 times the sum
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
         total = total >> 8  # both operands were 16 times their codes; exact, the low eight bits are zero
-        if epilogue_ptrs[0] is not None:
-            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
-            store_tile(c_desc, out, row, column, TILING.subtiles)
-        else:
-            store_tile(c_desc, total, row, column, TILING.subtiles)
+        scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
 
 
 def launch_unpack_halves(packed: Tensor) -> Tensor:
@@ -129,8 +125,6 @@ def launch_int4_mm(
 
     Packed widths in multiples of 16 bytes, rows of the output too; both operands contiguous; K at most LONGEST_FUSED_K.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     m, n, t = a.shape[0], b.shape[0], tiling
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     # Where two CTAs fit on an SM, one unpacks while the other multiplies.

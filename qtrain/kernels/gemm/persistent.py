@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,33 @@ def scale_tile(total, row, column, epilogue_ptrs, sizes, ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr):
-    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns."""
+def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr, group=None):
+    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns. group: of a descriptor of many
+    matrices, in blocks [1, BLOCK_M, BLOCK_N / SUBTILES]."""
     BLOCK_M: tl.constexpr = out.shape[0]
     BLOCK_N: tl.constexpr = out.shape[1]
     if SUBTILES == 1:
-        c_desc.store([row, column], out.to(c_desc.dtype))
+        if group is None:
+            c_desc.store([row, column], out.to(c_desc.dtype))
+        else:
+            c_desc.store([group, row, column], tl.reshape(out.to(c_desc.dtype), (1, BLOCK_M, BLOCK_N)))
     else:
         # split halves the last axis: [BLOCK_M, 2, BLOCK_N / 2] -> [BLOCK_M, BLOCK_N / 2, 2].
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_tile(c_desc, left, row, column, SUBTILES // 2)
-        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2)
+        store_tile(c_desc, left, row, column, SUBTILES // 2, group)
+        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2, group)
+
+
+@triton.jit
+def scale_and_store(
+    c_desc, total, row, column, epilogue_ptrs, sizes, ROWS: tl.constexpr, SUBTILES: tl.constexpr, group=None
+):
+    """`store_tile` of a tile of accumulators, after `scale_tile` where there are scales."""
+    if epilogue_ptrs[0] is not None:
+        out = scale_tile(total, row, column, epilogue_ptrs, sizes, ROWS)
+        store_tile(c_desc, out, row, column, SUBTILES, group)
+    else:
+        store_tile(c_desc, total, row, column, SUBTILES, group)
 
 
 @triton.jit(do_not_specialize=["tiles"])  # one binary for all shapes: descriptors do the addressing
@@ -119,11 +135,7 @@ def _persistent_mm_kernel(
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        if epilogue_ptrs[0] is not None:
-            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
-            store_tile(c_desc, out, row, column, TILING.subtiles)
-        else:
-            store_tile(c_desc, total, row, column, TILING.subtiles)
+        scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
 
 
 def launch_persistent_mm(
@@ -142,8 +154,6 @@ def launch_persistent_mm(
     scales: fp32 [M] or [1] and [N] or [1]; None: `out` has the accumulators' dtype. bias [N] is added to what is
     scaled. tiles: computes only the first ones; None: all.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     m, n, t = a.shape[0], b.shape[0], tiling
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)

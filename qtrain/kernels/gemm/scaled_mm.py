@@ -155,7 +155,7 @@ def _scaled_mm_cublas(
     (m, _), n = a.shape, b.shape[0]
     if a.dtype == torch.int8:
         # int32 sums, four times their codes, a block of rows at a time; cuBLAS needs more than 16 rows.
-        rows = max(SUMS_BYTES // (4 * n), 32)
+        rows = max(SUMS_BYTES // (4 * n), 32)  # 4 bytes a sum
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
         for i in range(0, m, rows):  # rows of out are independent
             part = slice(i, i + rows)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_tile, scales_rows, store_tile, tile_of
+from qtrain.kernels.compiler import TensorDescriptor, tl, triton
+from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 
 MIN_STEPS = 8
 """Least steps of BLOCK_K per slice: fewer do not fill the pipeline of loads."""
@@ -92,6 +92,7 @@ def _sum_slices_kernel(
     m, n = c_desc.shape[0], c_desc.shape[1]
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    # Its tile, and its first row there: BLOCK_M / DOWN CTAs share a tile.
     tile, top = tl.program_id(0) // (BLOCK_M // DOWN), tl.program_id(0) % (BLOCK_M // DOWN) * DOWN
     rows, columns = tile * BLOCK_M + top + tl.arange(0, DOWN), tl.arange(0, BLOCK_N)
     index = rows[:, None] * BLOCK_N + columns[None, :]
@@ -100,8 +101,7 @@ def _sum_slices_kernel(
         total += tl.load(slices_ptr + i * rest * BLOCK_M * BLOCK_N + index)
     tile_m, tile_n = tile_of(whole + tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
-    out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
-    store_tile(c_desc, out, row, column, 1)
+    scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, 1)
 
 
 def launch_split_tiles(
@@ -117,8 +117,6 @@ def launch_split_tiles(
     fast_accum: bool,
 ) -> None:
     """The tiles of `launch_scaled_mm` that are split, with its arguments."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     t, s = tiling, split
     accumulator = torch.int32 if a.dtype == torch.int8 else torch.float32  # as in the tensor cores: INT8 stays exact
     slices = torch.empty(s.slices * s.rest * t.block_m, t.block_n, dtype=accumulator, device=a.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.blockwise_mm import (
     BLOCKS,
     TILINGS,
@@ -26,7 +26,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
     tilings_for,
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
-from qtrain.kernels.gemm.persistent import tile_of
+from qtrain.kernels.gemm.persistent import store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import check_kinds
 from qtrain.kernels.grouped.grouped_mm import kernels_take
 from qtrain.kernels.grouped.per_group import (
@@ -42,7 +42,6 @@ from qtrain.kernels.grouped.persistent import (
     launch_longest_first,
     load_matrix,
     steps_of_program,
-    store_matrix,
     zero_empty,
     zero_tail,
 )
@@ -144,7 +143,7 @@ def _k_grouped_blockwise_kernel(
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
-    item = tl.program_id(0) - PROGRAMS
+    item = tl.program_id(0) - PROGRAMS  # the first step takes the first tile: start >= last
     group, row, column, start, last = 0, 0, 0, 0, 0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in tl.range(0, steps):
@@ -163,7 +162,7 @@ def _k_grouped_blockwise_kernel(
         b = b_desc.load([column, start])
         total = add_block(total, a, b, scale_a, scale_b, INT8)
         if start + BLOCK_K >= last:
-            store_matrix(c_desc, total, group, row, column, 1)
+            store_tile(c_desc, total, row, column, 1, group)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
 
@@ -185,11 +184,10 @@ def launch_grouped_rows_blockwise(
     R a multiple of 128; rows and K in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
     `rows_tilings` says.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, k), (groups, n, _), t = a.shape, b.shape, tiling
     if isinstance(t, WgmmaTiling):
         by_rows = b.stride(1) == k  # the 2-D view that TMA reads, and the steps between its groups
+        # Neither copies: TMA's 2-D descriptor reads either stacking in place.
         stacked = b.reshape(groups * n, k) if by_rows else b.transpose(0, 1).reshape(n, groups * k)
         return launch_blockwise_wgmma(
             a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False,
@@ -225,8 +223,6 @@ def launch_grouped_sums_blockwise(
     R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
     `sums_tilings` says.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (groups, n, k), t = out.shape, tiling
     if isinstance(t, WgmmaTiling):
         launch_blockwise_wgmma(

@@ -22,6 +22,7 @@ def _unpack_int4_kernel(packed_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     packed = tl.load(packed_ptr + index, index < numel, 0)
     low, high = (packed << 4).to(tl.int8, bitcast=True) >> 4, packed.to(tl.int8, bitcast=True) >> 4
+    # interleave restores the order of the codes, low nibble first.
     both = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     tl.store(out_ptr + both, tl.interleave(low, high), both < 2 * numel)
 

@@ -103,6 +103,7 @@ def _route_weight_grad_kernel(
         block = first + tl.arange(0, BLOCKS)[None, :]
         dots = tl.load(dots_ptr + row[:, None] * blocks + block, inside[:, None] & (block < blocks), 0.0)
         total += sum_of_pairs(dots)  # in one order, whatever the layout
+    # div_rn: correctly rounded, as torch divides; a weight of 0 divides by 1, and the result is dropped.
     grad = tl.div_rn(total, tl.where(weight == 0.0, 1.0, weight))
     tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
 

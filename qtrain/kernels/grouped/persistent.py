@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
-from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_tile, scales_rows, store_tile, tile_of
+from qtrain.kernels.compiler import TensorDescriptor, tl, triton
+from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import SPAN
 
 
@@ -34,19 +34,6 @@ def load_matrix(desc, group, row, start, COLUMN_MAJOR: tl.constexpr):
     block = desc.load([group, start, row]) if COLUMN_MAJOR else desc.load([group, row, start])
     block = tl.reshape(block, (block.shape[1], block.shape[2]))
     return block.T if COLUMN_MAJOR else block
-
-
-@triton.jit
-def store_matrix(c_desc, out, group, row, column, SUBTILES: tl.constexpr):
-    """`store_tile` into a group's matrix: a descriptor of blocks [1, BLOCK_M, BLOCK_N / SUBTILES]."""
-    BLOCK_M: tl.constexpr = out.shape[0]
-    BLOCK_N: tl.constexpr = out.shape[1]
-    if SUBTILES == 1:
-        c_desc.store([group, row, column], tl.reshape(out.to(c_desc.dtype), (1, BLOCK_M, BLOCK_N)))
-    else:
-        left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_matrix(c_desc, left, group, row, column, SUBTILES // 2)
-        store_matrix(c_desc, right, group, row, column + BLOCK_N // 2, SUBTILES // 2)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -81,12 +68,8 @@ def _m_grouped_kernel(
             a = a_desc.load([row, start])
             b = load_matrix(b_desc, group, column, start, COLUMN_MAJOR)
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        if scale_ptrs[0] is not None:
-            scale_b = scale_ptrs[1] + group * n if ROWS[1] else scale_ptrs[1]
-            out = scale_tile(total, row, column, (scale_ptrs[0], scale_b, None), (m, n), ROWS)
-            store_tile(c_desc, out, row, column, TILING.subtiles)
-        else:
-            store_tile(c_desc, total, row, column, TILING.subtiles)
+        epilogue_ptrs = scale_ptrs[0], scale_ptrs[1] + group * n if ROWS[1] else scale_ptrs[1], None
+        scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
     zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, TILING.subtiles)
 
 
@@ -120,8 +103,6 @@ def launch_m_grouped(
     be column-major. scales: fp32 [R] or [1] and [E * N] or [1]; None: `out` holds the accumulators, rounded to its
     dtype.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, n), t = out.shape, tiling
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     column_major = b.stride(2) != 1  # the descriptor is of the transpose, which is contiguous
@@ -166,13 +147,11 @@ def _store_sums(total, c_desc, scale_ptrs, at, sizes, SUBTILES: tl.constexpr, RO
     scale_a_ptr, scale_b_ptr = scale_ptrs
     group, row, column = at
     n, k = sizes
-    if scale_a_ptr is not None:
-        scale_a = scale_a_ptr + group * n if ROWS[0] else scale_a_ptr
-        scale_b = scale_b_ptr + group * k if ROWS[1] else scale_b_ptr
-        out = scale_tile(total, row, column, (scale_a, scale_b, None), sizes, ROWS)
-        store_matrix(c_desc, out, group, row, column, SUBTILES)
-    else:
-        store_matrix(c_desc, total, group, row, column, SUBTILES)
+    # Written in place: Triton keeps a None in a tuple, not in a variable.
+    epilogue_ptrs = (
+        scale_a_ptr + group * n if ROWS[0] else scale_a_ptr, scale_b_ptr + group * k if ROWS[1] else scale_b_ptr, None,
+    )  # fmt: skip
+    scale_and_store(c_desc, total, row, column, epilogue_ptrs, sizes, ROWS, SUBTILES, group)
 
 
 @triton.jit
@@ -292,8 +271,6 @@ def launch_k_grouped(
     column-major. scales: fp32 [E * N] or [1] and [E * K] or [1]; None: `out` holds the accumulators, rounded to its
     dtype.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (groups, n, k), t = out.shape, tiling
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # tiles of all groups
     programs = min(t.per_sm * sm_count(a.device), items)
@@ -322,8 +299,6 @@ def launch_long_sums(
     a: Tensor, b: Tensor, out: Tensor, starts: Tensor, scales: tuple[Tensor, Tensor], longest: int = SPAN
 ) -> None:
     """The sums of `launch_k_grouped` of INT8 whose group has more rows than `longest`, a multiple of 128."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (_, n, k), t = out.shape, _LONG
     tiles = triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
     _long_sums_kernel[(min(2 * sm_count(a.device), tiles),)](

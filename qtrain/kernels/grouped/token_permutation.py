@@ -102,6 +102,7 @@ def _count_kernel(group_ptr, counts_ptr, routes, groups, chunks, BINS: tl.conste
     """counts int32 [groups, chunks]: the routes of each chunk to each group. BINS: more than groups."""
     chunk = tl.program_id(0)
     route = chunk * CHUNK + tl.arange(0, CHUNK)
+    # Routes past the end count to bin number `groups`, which is not stored.
     counts = tl.histogram(tl.load(group_ptr + route, route < routes, groups).to(tl.int32), BINS)
     group = tl.arange(0, BINS)
     tl.store(counts_ptr + group * chunks + chunk, counts, group < groups)
@@ -111,7 +112,7 @@ def _count_kernel(group_ptr, counts_ptr, routes, groups, chunks, BINS: tl.conste
 def _offsets_kernel(counts_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
     """Replaces counts by those of all chunks before; total int32 [groups]: of all chunks."""
     counts_ptr += tl.program_id(0) * chunks
-    total = tl.program_id(0) * 0
+    total = tl.program_id(0) * 0  # an int32 value, not a constant: the loop changes it
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         counts = tl.load(counts_ptr + chunk, chunk < chunks, 0)

@@ -212,6 +212,7 @@ def bytes_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
     high = words >> 16
     first, third = _digit(words, 0, 8, OFFSET, PTX), _digit(high, 0, 8, OFFSET, PTX)
     second, fourth = _digit(words, 8, 8, OFFSET, PTX), _digit(high, 8, 8, OFFSET, PTX)
+    # join appends an axis: (first, third), (second, fourth) flatten to the order of the bytes.
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
     return tl.reshape(four, (words.shape[0], words.shape[1], 8))
 

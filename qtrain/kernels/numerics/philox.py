@@ -96,6 +96,7 @@ def philox(block, seed, step, tensor, PTX: tl.constexpr, runtime_one=1):
         for _ in tl.static_range(7):
             low0, high0 = _wide_multiply(c0, 0xD2511F53, PTX)
             low1, high1 = _wide_multiply(c2, 0xCD9E8D57, PTX)
+            # A round swaps the halves: high words are mixed with the neighbors and the key, low words move on.
             c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
             k0 += 0x9E3779B9
             k1 += 0xBB67AE85

@@ -65,6 +65,7 @@ def factors_kernel(
     beta1 = tl.load(row + 2, inside, 0.0)
     beta2 = tl.load(row + 3, inside, 0.0)
     eps = tl.load(row + 4, inside, 0.0)
+    # lr * 0 + 1: an fp64 tensor like lr, for a variable keeps the type of its first value.
     scale = lr * 0.0 + 1.0
     if scale_ptr is not None:
         scale = lr * 0.0 + tl.load(scale_ptr).to(tl.float64)
@@ -87,6 +88,7 @@ def factors_kernel(
             remaining = remaining >> 1
         step_size = lr / (1.0 - power1)
         correction = 1.0 / tl.sqrt(1.0 - power2)
+        # Of g and of g²: clipping scales the gradient before it is squared.
         grad_factor1 = scale * (1.0 - beta1)
         grad_factor2 = scale * scale * (1.0 - beta2)
     if RULE == "lion":

@@ -113,6 +113,7 @@ class Launches:
             # CTAs of a launch are numbered tensor by tensor: its own number in a tensor is pid - first_cta.
             rows[indices, TABLE.index("first_cta")] = counts.cumsum(0) - counts
             owner = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int32), counts)
+            # A thread has eight elements (`packed_words.py`); 32 warps are the most of a CTA.
             warps = min(max(kind.tile // (32 * ELEMENTS_A_THREAD), 1), 32)
             registers = REGISTERS if kind.aligned and kind.tile == TILE else None  # the others need more
             owner = owner.to(self.table.device)

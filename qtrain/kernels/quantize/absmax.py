@@ -70,6 +70,7 @@ def _absmax_kernel(
     if column_ptr is not None:
         if group_ptr is not None:
             column_ptr += group_of_row(group_ptr, first) * k
+        # Bits of |x| are non-negative int32, which an integer atomic compares; relaxed: the next launch reads them.
         tl.atomic_max(column_ptr + columns, tl.max(amax, 0), columns < k, sem="relaxed")
     if tensor_ptr is not None:
         tl.atomic_max(tensor_ptr, tl.max(tl.max(amax, 0), 0), sem="relaxed")

@@ -60,19 +60,15 @@ def _select_scale_kernel(scale_ptr, partial_ptr, out_ptr, amax_ptr, partials, CO
     """Stores the known scale, or that of the partial absmaxes, which are written only where none is known."""
     # scale, out fp32 [1]; partial int32 [partials]; amax int32 [1], zeroed for the quantizer that follows.
     scale, index = tl.load(scale_ptr), tl.arange(0, BLOCK)
-    if (scale > 0.0) == 0:
+    if (scale > 0.0) == 0:  # of a NaN too, which compares false
         scale = scale_from_amax(tl.max(tl.load(partial_ptr + index, index < partials, 0), 0), CODE)
     tl.store(out_ptr, scale)
     tl.store(amax_ptr, 0)
 
 
-def programs_for(numel: int) -> int:
-    """CTAs of an absmax pass that usually returns at once."""
-    return max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))
-
-
-def empty_partials(x: Tensor, programs: int) -> Tensor:
-    """The partial absmaxes of an absmax pass, int32 [programs], uninitialized."""
+def empty_partials(x: Tensor, numel: int) -> Tensor:
+    """Memory for the absmaxes that the CTAs of a pass over `numel` elements have seen, int32 [CTAs]."""
+    programs = max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))  # all but the first call return at once
     return torch.empty(programs, dtype=torch.int32, device=x.device)
 
 
@@ -92,11 +88,10 @@ def launch_delayed_scale(
 ) -> tuple[Tensor, Tensor]:
     """The kernels for `delayed_scale_ref` of the rows of x, contiguous; and a zero, int32 [1], for the quantizer."""
     rows, columns = index.shape(x)
-    programs = programs_for(rows * columns)  # all but the first call return at once
-    partial = empty_partials(x, programs)
-    _amax_unless_known_kernel[(programs,)](
+    partial = empty_partials(x, rows * columns)
+    _amax_unless_known_kernel[(len(partial),)](
         x, *index, scale, partial, columns, numel=rows * columns,
-        STEP=programs * BLOCK, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+        STEP=len(partial) * BLOCK, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return launch_select_scale(scale, partial, fmt, power_of_two)
 
@@ -162,6 +157,7 @@ def _swiglu_amax_unless_known_kernel(
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
         inside = index < numel
+        # Rows of x are twice as long as those of y: gate, and up `width` elements later.
         at = index // width * (2 * width) + index % width
         gate, up = tl.load(x_ptr + at, inside, 0.0).to(tl.float32), tl.load(x_ptr + at + width, inside, 0.0)
         if BACKWARD:
@@ -182,11 +178,10 @@ def launch_swiglu_delayed_scale(
     """`launch_delayed_scale` of swiglu(x), or of the gradient of x where dy is given; x [M, 2I] and dy [M, I] bf16,
     contiguous."""
     numel = x.numel() // 2
-    programs = programs_for(numel)
-    partial = empty_partials(x, programs)
-    _swiglu_amax_unless_known_kernel[(programs,)](
+    partial = empty_partials(x, numel)
+    _swiglu_amax_unless_known_kernel[(len(partial),)](
         x, dy, scale, partial, numel, width=x.shape[1] // 2,
-        STEP=programs * BLOCK, BACKWARD=dy is not None, PTX=has_ptx(x.device), BLOCK=BLOCK,
+        STEP=len(partial) * BLOCK, BACKWARD=dy is not None, PTX=has_ptx(x.device), BLOCK=BLOCK,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return launch_select_scale(scale, partial, fmt, power_of_two)

@@ -325,7 +325,7 @@ def launch_dual_bf16x2(
     granularity_t = granularity_t or granularity
     m, k = index.shape(x)
     k = k // 2 if swiglu and dy is None else k  # of what is quantized: y is half as wide as x
-    given, source, source_t = scale is not None, scale, None
+    given, source, source_t = scale is not None, scale, None  # source: what the kernel derives scales from
     assert not swiglu or given or (granularity, granularity_t) in BLOCK_PAIRS, "no absmax pass for that scale"
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]

@@ -50,6 +50,7 @@ def _mx_kernel(
     x = tl.load(x_ptr + row * k + column, inside, 0.0)
     amax = tl.max(abs_bits(x), 1)
     nonfinite = tl.max(amax, 0) >= 0x7F800000
+    # The biased exponent of fp32 is that of e8m0: both have a bias of 127.
     exponent = tl.maximum((amax >> 23) - EXPONENT, 0)
     # 2**-exponent by its bits: biased by 127, 254 - exponent. The scale of a NaN or an Inf is 0xFF, its inverse 0.
     inv_scale = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0).to(tl.float32, bitcast=True)

@@ -41,6 +41,7 @@ def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
     Plain PyTorch on every device: a weight is quantized once, when it is loaded. A few rows at a time, for this takes
     16 bytes per element, more than the weight itself.
     """
+    # Blocks never cross rows, so the parts' codes are those of the whole.
     rows = x.split(max(1, AT_ONCE // max(1, x.shape[1])))
     codes, scales = zip(*(_quantize_rows(part) for part in rows), strict=True)
     return torch.cat(codes), torch.cat(scales)

@@ -100,14 +100,14 @@ def launch_nf4_to_8bit(codes: Tensor, scale: Tensor, columns: int, fmt: str, tra
     out = codes.new_empty((k, n) if transposed else (n, k), dtype=FORMATS[fmt].dtype)
     out_scale = scale.new_empty(lines)
     if not out.numel():
-        return out, out_scale.fill_(1e-12)
+        return out, out_scale.fill_(1e-12)  # SCALE_EPS, the scale of rows without elements
     if transposed:
         amax = torch.zeros(k, dtype=torch.int32, device=codes.device)
         _column_absmax_kernel[(blocks * triton.cdiv(n, ROWS * BLOCKS_PER_CTA),)](
             codes, scale, table, amax, n, k, width, blocks, ROWS=ROWS, TILES=BLOCKS_PER_CTA, num_warps=4
         )
     else:
-        amax = scale.amax(1).view(torch.int32)
+        amax = scale.amax(1).view(torch.int32)  # scales are not negative: their bits are those of |x|
     _encode_kernel[(blocks * triton.cdiv(n, ROWS),)](
         codes, scale, table, amax, out.view(torch.int8), out_scale, n, k, width, blocks,
         CODE=encoding(fmt, codes.device), TRANSPOSED=transposed, ROWS=ROWS, num_warps=4, enable_fp_fusion=False,

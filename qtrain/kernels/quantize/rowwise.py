@@ -111,6 +111,7 @@ def launch_rowwise(
     (m, k), key, code = x.shape, rounding.row_key, encoding(fmt, x.device, power_of_two)
     codes, scale = empty_codes(x, fmt, granularity)
     width = group_shape(granularity, m, k)[1]
+    # Whole rows, of which scales are 1-D, take 256 lanes at least: eight elements for each thread of a warp.
     block = triton.next_power_of_2(width) if scale.ndim == 2 else max(triton.next_power_of_2(width), 256)
     if block <= longest and (block <= CHUNK or 4 * width >= 3 * block):
         groups, per_cta = scale.numel(), max(elements // block, 1)

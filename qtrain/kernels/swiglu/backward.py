@@ -29,6 +29,7 @@ from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_key
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
+from qtrain.kernels.quantize.dual_tile import max_of_four
 
 BLOCK_M, BLOCK_K = 32, 128
 WARPS, REGISTERS = 4, 80
@@ -57,11 +58,6 @@ def _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots_ptrs, words, inside, 
     dgate, dup = abs_bf16x2(dgate), abs_bf16x2(dup)
     tl.atomic_max(row_ptrs, row_max_bf16x2(max_bf16x2(dgate, dup, PTX), PTX), rows, sem="relaxed")
     return swiglu_bf16x2(gate, up, PTX), dgate, dup
-
-
-@triton.jit
-def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
-    return max_bf16x2(max_bf16x2(a, b, PTX), max_bf16x2(c, d, PTX), PTX)
 
 
 @triton.jit(do_not_specialize=["role"])
@@ -112,7 +108,7 @@ def _quantize_swiglu_backward_kernel(
     y3, gate3, up3 = _gradient_row(
         x_ptrs + 6 * words, dy_ptrs + 3 * words, dx_ptrs + 6 * words, row_ptrs + 3, dots3, words, inside, rows, PTX
     )
-    dgate, dup = _max_of_four_rows(gate0, gate1, gate2, gate3, PTX), _max_of_four_rows(up0, up1, up2, up3, PTX)
+    dgate, dup = max_of_four(gate0, gate1, gate2, gate3, PTX), max_of_four(up0, up1, up2, up3, PTX)
     atomic_max_bf16x2(column_ptr, j, words, reduce_max_bf16x2(dgate, 0, PTX))
     atomic_max_bf16x2(column_ptr + k, j, words, reduce_max_bf16x2(dup, 0, PTX))
 

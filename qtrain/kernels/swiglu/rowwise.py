@@ -123,6 +123,7 @@ def launch_quantize_swiglu_rowwise(
         x.view(torch.int32), codes.view(torch.int16), scale, column_amax, group_of_block, key, rounding.role, m, words,
         STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), BLOCK=block, BLOCK_2=block_2,
         STAGES=stages,
+        # 65,536 registers of an SM over the threads of its CTAs, in the hardware's units of 8.
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, column_amax

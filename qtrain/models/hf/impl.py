@@ -121,6 +121,7 @@ class HfModel(nn.Module):
             )
 
     def _probe_ids(self) -> Tensor:
+        # Eight tokens: two documents of four.
         device = self.model.get_input_embeddings().weight.device
         return torch.arange(1, 9, device=device).remainder(self.model.config.vocab_size).unsqueeze(0)
 
@@ -130,6 +131,7 @@ class HfModel(nn.Module):
         if self.lm_head is None:
             return False
         ids = self._probe_ids()
+        # Eager: a probe of eight tokens would compile every layer for a shape that is never seen again.
         with _evaluating(self.model), torch.compiler.set_stance("force_eager"):
             logits = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]
@@ -203,6 +205,7 @@ def build_hf_model(
                 tensor.data = tensor.data.clone()
     else:
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        # transformers draws from the global generators, which the run goes on to use as if nothing had been drawn.
         with torch.random.fork_rng(devices=devices), torch.device(device), _explained(source, "config"):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

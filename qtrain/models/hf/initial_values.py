@@ -49,7 +49,7 @@ class DrawnValues:
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator on `device`, seeded by a hash of (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)  # seeds are int64: 63 bits
 
 
 class LoadedValues:
@@ -88,6 +88,7 @@ class LoadedValues:
                 missing = {entry.hf_name for entry in members} - set(opened.keys())
                 refuse_tensors(self._where, f"lacks in {file.name} the tensors", missing)
                 for entry in members:
+                    # Shape and dtype are in the file's header: nothing is loaded yet.
                     stored = opened.get_slice(entry.hf_name)
                     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
                     part, target = self._partition(entry.name), tensors[entry.name]
@@ -128,7 +129,7 @@ def _write(target: Tensor, stored: Tensor, entry: TensorSlice, part: Partition |
     if part is None:
         entry.of(target).copy_(stored)
         return
-    if not part.held:
+    if not part.held:  # a term that one rank adds for all: the others' stays zero
         target.zero_()
     for start, at, length in part.pieces():
         if part.dim == 0:  # the rows of this piece that the entry has

@@ -174,7 +174,7 @@ def refuse_nonfinite(where: str, name: str, tensor: Tensor) -> None:
     """UserError naming a loaded tensor that holds a NaN or Inf: a run on it would stop at its first step."""
     if not tensor.numel() or not tensor.is_floating_point():
         return
-    values = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)
+    values = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)  # aminmax takes no FP8
     smallest, largest = torch.aminmax(values.detach())  # NaN propagates; no temporary of the tensor's size
     if not bool(torch.isfinite(smallest) & torch.isfinite(largest)):
         what = "NaN" if bool(torch.isnan(smallest)) else "Inf"
@@ -210,6 +210,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()  # with the permissions that the umask gives; mkdtemp's are its owner's only
         yield temporary
+        # A folder with files cannot be replaced in one step: the old one is moved away, and back if that fails.
         old = private / "old"
         if folder.exists():
             folder.rename(old)

@@ -162,6 +162,7 @@ def time_linear(
         torch.autograd.grad(model(x), (x, model[0].weight), dy)
 
     seconds = _seconds(train, device)
+    # A step's micro-batches share one quantization of the weight.
     return seconds + _seconds(quantized.refresh, device) / accumulation if quantized.linears else seconds
 
 

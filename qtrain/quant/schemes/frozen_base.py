@@ -28,18 +28,13 @@ class Nf4Base(StoredWeightScheme):
     def for_experts(self) -> "Nf4Base":
         return replace(self, activations="none")  # the columns of each expert's weight would need scales of their own
 
-    def gemm_dtypes(self) -> dict[Gemm, str]:
-        arithmetic = {"none": "bf16", "int8": "int8"}.get(self.activations, "fp8")
-        return {"output": arithmetic, "grad_input": arithmetic, "grad_weight": arithmetic}
-
     def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
         if self.activations == "none":
             return super().operand_formats(gemm)
-        if gemm == "grad_weight":
+        if gemm == "grad_weight":  # of a frozen weight there is none
             return HIGH_PRECISION
-        fmt = "int8" if self.activations == "int8" else "e4m3"
         granularity = "tensorwise" if self.activations == "fp8_tensorwise" else "rowwise"
-        return OperandFormat(fmt, granularity), self.stored_operand(gemm)
+        return self.low_bit_formats(gemm)[0]._replace(granularity=granularity), self.stored_operand(gemm)
 
 
 @dataclass(frozen=True)
@@ -59,12 +54,6 @@ class Fp8Base(StoredWeightScheme):
 
     stored_format = "e4m3"
     name = "frozen fp8"
-
-    def gemm_dtypes(self) -> dict[Gemm, str]:
-        return {"output": "fp8", "grad_input": "fp8", "grad_weight": "fp8"}
-
-    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
-        return OperandFormat("e4m3", "rowwise"), OperandFormat("e4m3", "rowwise")
 
 
 BASES: dict[str, type[LowBitScheme]] = {"fp8": Fp8Base, "int8": Int8Base, "nf4": Nf4Base}

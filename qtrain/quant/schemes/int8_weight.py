@@ -10,7 +10,7 @@ adds a rounding error no larger than dy's own and one byte per element.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -20,25 +20,25 @@ from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 from qtrain.tensors.stored_weight import STORED_FORMATS
 
-_ROWWISE = OperandFormat("int8", "rowwise")
-
 
 class StoredWeightScheme(LowBitScheme):
     """What the schemes of stored weights share; `stored_format` tells them apart."""
 
-    activations: Literal["none", "int8", "int8_sr"]
+    activations: str
+    """The arithmetic of products: "none", or a name of INT8's or FP8's."""
     stored_format: str
 
-    @property
-    def stochastic_rounding(self) -> bool:
-        return self.activations == "int8_sr"
+    def __post_init__(self) -> None:
+        # Follows from an option, and is none itself.
+        object.__setattr__(self, "stochastic_rounding", self.activations == "int8_sr")
 
     def gemm_dtypes(self) -> dict[Gemm, str]:
-        arithmetic = "bf16" if self.activations == "none" else "int8"
-        return {"output": arithmetic, "grad_input": arithmetic, "grad_weight": arithmetic}
+        low_bit = "fp8" if "fp8" in self.activations else "int8"
+        return dict.fromkeys(get_args(Gemm), "bf16" if self.activations == "none" else low_bit)
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
-        return _ROWWISE, _ROWWISE
+        fmt = OperandFormat("e4m3" if self.gemm_dtypes()[gemm] == "fp8" else "int8", "rowwise")
+        return fmt, fmt
 
     def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
         if self.activations != "none":

@@ -53,5 +53,6 @@ class NvFp4(LowBitScheme):
         return lacks_fp8(device)  # e4m3 block scales; emulated products take any size
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
+        # Both operands of a product are rotated, or neither: only then the rotations cancel.
         fmt = NVFP4._replace(hadamard=self.hadamard and gemm == "grad_weight")
         return fmt, fmt
