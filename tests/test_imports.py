@@ -11,6 +11,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 BELOW_QUANT = {"tensors", "kernels", "core"}
 ROOMS = {
+    "__main__": {"commands", "core"},
+    "commands": {"bench", "train", "data", "models", "core"},
     "bench": {"train", "parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "train": {"parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "parallel": {"comm", "models", "optim", "data", "quant", *BELOW_QUANT},

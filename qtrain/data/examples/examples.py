@@ -18,7 +18,7 @@ from qtrain.data.examples.example_packing import Example, pack_examples, pad_exa
 from qtrain.data.files import split_of
 from qtrain.data.hub_rows import RowReader, RowSource, valid_unicode
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import ESTIMATED_FROM, Dataset, Stream, StreamContext, check_position, checked_tokenizer
+from qtrain.data.stream import ESTIMATED_FROM, Dataset, Extent, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 COUNTS = ("read", "dropped", "cut", "empty")
@@ -150,6 +150,12 @@ class ExampleStream(Stream):
             if at >= len(self._samples):
                 raise UserError(f"{self._flag}: cannot resume: the data now have fewer examples here.")
             self._at = at
+
+    @property
+    def reads(self) -> Sequence[Extent]:
+        edge = self._options.validation_fraction
+        start, end = {"all": (0.0, 1.0), "train": (edge, 1.0), "validation": (0.0, edge)}[self._options.part]
+        return [Extent(source, start, end) for source in self._reader.source.sources()]
 
     def position(self) -> dict[str, Any]:
         return {**self._cursor, "at": self._at, **self._counts, **self._fixed}

@@ -22,6 +22,7 @@ from qtrain.data.stream import (
     DATASETS,
     ESTIMATED_FROM,
     Dataset,
+    Extent,
     Stream,
     StreamContext,
     check_position,
@@ -226,6 +227,10 @@ class HfTextStream(PackedStream):
         self._reader, self._window = reader, window
         fixed = {"shards": reader.shards, "shuffle_buffer": window}
         super().__init__(ctx, tokenizer, {**reader.first_cursor(), "index": 0}, fixed, flag)
+
+    @property
+    def reads(self) -> Sequence[Extent]:
+        return [Extent(source) for source in self._reader.source.sources()]
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
         start = {key: value for key, value in cursor.items() if key != "index"}  # RowReader's part

@@ -1,4 +1,4 @@
-"""A language model's data: the training stream, opened once, and the windows for evaluation."""
+"""A language model's data: the training stream, opened once."""
 
 import zlib
 from collections.abc import Mapping
@@ -8,15 +8,14 @@ from typing import Any
 from qtrain.comm.ranks import first_difference
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
-from qtrain.data.batch import Batch
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     Stream,
     StreamContext,
     check_kind,
     dataset_tokenizer,
-    eval_batches,
     open_stream,
+    tokenizer_needed,
     with_chat_template,
 )
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +37,6 @@ class TextData:
     stream: Stream
     micro_batch_size: int
     mesh: Mesh
-    eval_windows: list[Batch]
 
     @property
     def described(self) -> list[str]:
@@ -85,7 +83,7 @@ def open_text(
     model_tokenizer: bool = False,
     seq_len_multiple: int = 0,
 ) -> TextData:
-    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError.
+    """Open --train_ds and read its first sample. Raises UserError.
 
     model_tokenizer: use the model's tokenizer if the data name none. seq_len_multiple: see `StreamContext`.
     """
@@ -96,7 +94,7 @@ def open_text(
     if tokenizer is None and model_tokenizer:
         tokenizer = _tokenizer_of_model(architecture.source)
     if settings.doc_mask and tokenizer is None:
-        raise tokenizer_needed("--doc_mask")
+        raise tokenizer_needed("--train_ds", "--doc_mask")
     if settings.doc_mask and tokenizer.eos_id is None:
         raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
     context = StreamContext(
@@ -112,11 +110,7 @@ def open_text(
     first = stream.next_sample()  # refuses what cannot be read before anything is allocated
     stream.seek(start)
     _check_alike({**start, "its first sample": zlib.crc32(first.tokens.tobytes())})
-    windows = []
-    if settings.eval_ds is not None:
-        sequences = settings.eval_sequences
-        windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
-    return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh, windows)
+    return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh)
 
 
 def _check_alike(data: Mapping[str, Any]) -> None:
@@ -127,11 +121,6 @@ def _check_alike(data: Mapping[str, Any]) -> None:
             f"--train_ds: rank {number} reads other data than rank 0: {what} is {shown(its)} there and {shown(first)} "
             "on rank 0. Give all processes the same files."
         )
-
-
-def tokenizer_needed(flags: str) -> UserError:
-    """The error for training data without a tokenizer, which `flags` need."""
-    return UserError(f'--train_ds: it does not say its tokenizer, needed for {flags}; add "tokenizer":"NAME" to it.')
 
 
 def _tokenizer_of_model(source: ModelSource) -> Tokenizer:
