@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -23,13 +23,25 @@ NAMED_SETS = {
 """Short names of datasets -> hub id and subset."""
 
 
+Document = str | tuple[str, str]
+"""A text, or a prompt with its answer, of which the answer is trained on."""
+
+
+class Render(Protocol):
+    """Makes a row of `columns` into a prompt and its answer (`examples.instruct_dataset.Template`)."""
+
+    columns: tuple[str, ...]
+
+    def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]: ...
+
+
 class Corpus(Protocol):
     """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed."""
 
     n_documents: int | None
     fingerprint: str
 
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
         chunk and those after it."""
 
@@ -74,7 +86,10 @@ class LocalCorpus:
 class HubCorpus:
     """A dataset of the hub, or a local file or folder of the same formats, streamed in its stored order."""
 
-    def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
+    def __init__(
+        self, dataset: str, subset: str | None, split: str, text_column: str, flag: str, template: Render | None = None
+    ):
+        """template: makes rows into prompts with answers; None: documents are those of `text_column`."""
         # A name without a slash is a typo of a short name, or a file.
         close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
         if close:
@@ -83,20 +98,24 @@ class HubCorpus:
                 f"Allowed: {', '.join(NAMED_SETS)}, or a hub id such as ORG/NAME."
             )
         name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
-        source = RowSource.of(name, subset or own_subset, split, (text_column,), None)
+        self._template = template
+        columns = (text_column,) if template is None else template.columns
+        source = RowSource.of(name, subset or own_subset, split, columns, None, records=template is not None)
+        self._flag = flag
         self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)
         sizes = [os.path.getsize(file) for file in source.local_files()]
         # The hub does not state sizes.
         self.fingerprint = f"{self._reader.shards} files" + (f" of {sizes} bytes" if sizes else "")
 
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         state = state or self._reader.first_cursor()
         while state["epoch"] == 0:
-            texts, after = self._reader.read(state, CHUNK_DOCUMENTS)
-            if texts:
-                yield state, texts
+            rows, after = self._reader.read(state, CHUNK_DOCUMENTS)
+            if rows:
+                yield state, rows if self._template is None else [self._template.fill(row, self._flag) for row in rows]
             state = after
 
     def sample(self) -> Iterator[str]:
-        return (text for _, texts in self.chunks(None) for text in texts)
+        texts = (text for _, texts in self.chunks(None) for text in texts)
+        return (text if isinstance(text, str) else "".join(text) for text in texts)
