@@ -57,7 +57,7 @@ class TokenizeSettings:
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
     """Share of the local files in the validation split, chosen by a hash of their path."""
     template: JsonText = None
-    """Make prompts and answers of columns of --dataset: alpaca, gsm8k, metamathqa, or a JSON object (docs/finetuning.md).
+    """Make prompts and answers of columns of --dataset: alpaca, gsm8k, metamathqa, or JSON (docs/finetuning.md).
     Only answers are trained on, which --format llmq can say; null: --text_column."""
     format: Literal["qtrain", "llmq", "llmc", "raw"] = "qtrain"
     """Format of the shards; llmq, llmc: as these programs read them; raw: uint16 ids alone. All train here too."""
