@@ -33,7 +33,7 @@ from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_toke
 from qtrain.train.settings.listing import listing
 
 TRAINED = "tokenizer.model"
-LATER = {"template": None, "format": "qtrain"}
+LATER = {"template": None, "format": "qtrain", "max_tokens": 0}
 """Settings that manifests of earlier versions lack, and what they were."""
 QUICKSTART_VOCAB = 4096
 """Ids of the model `quickstart`, which a CPU can train; the scripts' default model takes days there."""
@@ -44,7 +44,8 @@ class TokenizeSettings:
     """Tokenize a dataset of the Hugging Face hub, or local files, into shards for the dataset type `token`."""
 
     dataset: str | None = None
-    """tinystories, c4_realnewslike, fineweb_edu, any hub dataset ORG/NAME, or a local file or folder."""
+    """tiny-shakespeare, tinystories, openwebtext, fineweb-edu, c4, c4-realnewslike, climb-10b (--list says licences and
+    sizes), any hub dataset ORG/NAME, or a local file or folder."""
     files: tuple[str, ...] = ()
     """Local text instead of a dataset: .txt, .py, .jsonl, .json, .csv, .parquet or .arrow files, compressed ones too
     (.gz, .zst, .bz2, .xz), globs, folders, or python:stdlib."""
@@ -55,7 +56,8 @@ class TokenizeSettings:
     text_column: str = "text"
     """Column or key that holds the text."""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """Share of the local files in the validation split, chosen by a hash of their path."""
+    """Share of the local files in the validation split, chosen by a hash of their path; of few files of the
+    documents in each, the last ones, and of a single text its last lines."""
     template: JsonText = None
     """Make prompts and answers of columns of --dataset: alpaca, gsm8k, metamathqa, or JSON (docs/finetuning.md).
     Only answers are trained on, which --format llmq can say; null: --text_column."""
@@ -69,6 +71,8 @@ class TokenizeSettings:
     """Encoding processes; 0: one per CPU core."""
     shard_tokens: Annotated[int, Range(1000, 200_000_000)] = 100_000_000
     """Tokens per shard at most."""
+    max_tokens: Annotated[int, Range(0)] = 0
+    """Tokens to write in all at most; 0: all there are, of climb-10b 10 billion."""
     output_dir: str | None = None
     """Folder to write; with several splits _SPLIT is appended; none: <dataset>_<split>."""
 
@@ -109,8 +113,11 @@ def main(argv: list[str]) -> None:
             print(f"{folder}: resuming after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
         else:
             prepare_folder(folder, manifest, tokenizer, model, settings)
-        n_procs = settings.n_procs or available_cores()
-        manifest, speed = tokenize(corpora[split], tokenizer, folder, manifest, settings.shard_tokens, n_procs)
+        n_procs, corpus = settings.n_procs or available_cores(), corpora[split]
+        for line in corpus.notes:
+            print(f"{folder}: {line}", flush=True)
+        limit = settings.max_tokens or corpus.max_tokens
+        manifest, speed = tokenize(corpus, tokenizer, folder, manifest, settings.shard_tokens, n_procs, limit)
         print(
             f"{folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents in {len(manifest.shards)} "
             f"shards, {speed:,.0f} tokens/s with {n_procs} processes."
@@ -184,6 +191,7 @@ def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, fold
         "corpus": corpus.fingerprint,
         "template": settings.template,
         "format": settings.format,
+        "max_tokens": settings.max_tokens,
     }
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return Manifest(settings=asked)

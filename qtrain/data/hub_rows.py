@@ -17,6 +17,7 @@ from qtrain.core.errors import UserError, first_line, nearest, unknown_name
 from qtrain.core.hub import reaching_hub
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
+from qtrain.data.named_sets import named_set
 from qtrain.data.permutation import Permutation
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ class RowSource:
         *,
         records: bool = False,
     ) -> "RowSource":
-        """A source whose `dataset` may also be a local file or a glob of files."""
+        """A source whose `dataset` may also be a local file, a glob of files, or one of NAMED_SETS."""
+        if data_files is None and not Path(dataset).exists() and (known := named_set(dataset)):
+            dataset, subset = known.hub_id, subset or known.subset
+            columns = columns if records else tuple(known.text_column if c == "text" else c for c in columns)
         if data_files is None and (reader := reader_of(dataset)) and not Path(dataset).is_dir():
             dataset, data_files = reader, dataset
         return RowSource(dataset, subset, split, columns, data_files, records)

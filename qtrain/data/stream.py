@@ -84,10 +84,8 @@ class Stream(ABC):
     files: Sequence[Path] = ()
     """The local files that it reads, in the order that positions count in; none where it does not know them."""
 
-    @property
-    def reads(self) -> Sequence[Extent]:
-        """All that it reads, so that evaluation data can be told from training data."""
-        return [Extent(str(path.resolve())) for path in self.files]
+    reads: Sequence[Extent] = ()
+    """All that it reads, so that evaluation data can be told from training data."""
 
     @abstractmethod
     def next_sample(self) -> Sample:

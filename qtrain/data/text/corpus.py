@@ -10,18 +10,11 @@ from qtrain.core.checks import Range, check_fields
 from qtrain.core.errors import UserError, nearest
 from qtrain.data.files import text_files
 from qtrain.data.hub_rows import RowReader, RowSource
+from qtrain.data.named_sets import NAMED_SETS, named_set
 from qtrain.data.text.documents import DocumentOrder, Documents
 
 CHUNK_CHARACTERS = 1 << 18
 CHUNK_DOCUMENTS = 256
-
-NAMED_SETS = {
-    "tinystories": ("roneneldan/TinyStories", None),
-    "c4_realnewslike": ("allenai/c4", "realnewslike"),
-    "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-}
-"""Short names of datasets -> hub id and subset."""
-
 
 Document = str | tuple[str, str]
 """A text, or a prompt with its answer, of which the answer is trained on."""
@@ -36,10 +29,13 @@ class Render(Protocol):
 
 
 class Corpus(Protocol):
-    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed."""
+    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed.
+    `max_tokens`: how many tokens of it are meant; 0: all. `notes`: lines for the user."""
 
     n_documents: int | None
     fingerprint: str
+    max_tokens: int
+    notes: list[str]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
@@ -65,6 +61,12 @@ class LocalCorpus:
         self.n_documents = len(self._documents)
         # Names and sizes, not contents: hashing a corpus would take as long as tokenizing it.
         sizes = "".join(f"{file.relative}\0{file.path.stat().st_size}\n" for file in files)
+        self.max_tokens, self.notes = 0, []
+        if any(file.part != "all" for file in files):
+            sizes += f"divided by {validation_fraction}"
+            self.notes = [
+                f"too few files to be split whole: the last {validation_fraction:g} of each are validation data"
+            ]
         self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -91,16 +93,17 @@ class HubCorpus:
     ):
         """template: makes rows into prompts with answers; None: documents are those of `text_column`."""
         # A name without a slash is a typo of a short name, or a file.
-        close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
+        named = named_set(dataset)
+        close = nearest(dataset, NAMED_SETS) if "/" not in dataset and named is None else None
         if close:
             raise UserError(
                 f"{flag}: unknown dataset {dataset!r}. Did you mean {close!r}? "
                 f"Allowed: {', '.join(NAMED_SETS)}, or a hub id such as ORG/NAME."
             )
-        name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
         self._template = template
+        self.max_tokens, self.notes = (named.max_tokens, [named.describe()]) if named else (0, [])
         columns = (text_column,) if template is None else template.columns
-        source = RowSource.of(name, subset or own_subset, split, columns, None, records=template is not None)
+        source = RowSource.of(dataset, subset, split, columns, None, records=template is not None)
         self._flag = flag
         self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)

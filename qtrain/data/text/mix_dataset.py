@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import hash64, uniform
-from qtrain.data.stream import DATASETS, Dataset, Extent, Stream, StreamContext, check_position
+from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -76,11 +76,8 @@ class MixStream(Stream):
         self._thresholds = [t / sum(weights) for t in accumulate(weights)]  # cumulative, in [0, 1]
         self._fixed = {"weights": weights, "seed": ctx.seed}
         self.files = [path for stream in streams for path in stream.files]
+        self.reads = [extent for stream in streams for extent in stream.reads]
         self._sample = 0
-
-    @property
-    def reads(self) -> Sequence[Extent]:
-        return [extent for stream in self._streams for extent in stream.reads]
 
     def next_sample(self) -> Sample:
         draw = uniform(self._ctx.seed, self._sample)  # no state: sample i is of the same component in every run

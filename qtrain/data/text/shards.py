@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrain.core.errors import UserError
+from qtrain.core.hub import HUB_DATASETS, hub_folder
 from qtrain.core.reading import refuse_special
 from qtrain.data.files import as_list, data_path, match_files
 from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
@@ -89,6 +90,8 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
     shards: list[Shard] = []
     manifests: dict[Path, Manifest] = {}
     for entry in as_list(dataset_dir):
+        if entry.startswith(HUB_DATASETS):
+            entry = str(hub_folder(entry, flag))
         folder = data_path(entry, flag)
         if folder.is_dir() and os.path.lexists(folder / FILE_NAME):
             # In the order that they were written.

@@ -15,7 +15,7 @@ import numpy as np
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
-from qtrain.data.files import text_files
+from qtrain.data.files import edges, text_files
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import (
@@ -148,7 +148,7 @@ class TextDataset(Dataset):
     part: Literal["all", "train", "validation"] | None = None
     """another name for split"""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """share of the files in the validation split"""
+    """share of the files in the validation split; of few files, of the documents in each"""
     text_column: str = "text"
     """column or key that holds the text"""
 
@@ -162,6 +162,7 @@ class TextDataset(Dataset):
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
         stream = TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
         stream.files = [file.path for file in files]
+        stream.reads = [Extent(str(f.path.resolve()), *edges(f.part, f.validation_fraction)) for f in files]
         return stream
 
 
@@ -227,10 +228,7 @@ class HfTextStream(PackedStream):
         self._reader, self._window = reader, window
         fixed = {"shards": reader.shards, "shuffle_buffer": window}
         super().__init__(ctx, tokenizer, {**reader.first_cursor(), "index": 0}, fixed, flag)
-
-    @property
-    def reads(self) -> Sequence[Extent]:
-        return [Extent(source) for source in self._reader.source.sources()]
+        self.reads = [Extent(source) for source in reader.source.sources()]
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
         start = {key: value for key, value in cursor.items() if key != "index"}  # RowReader's part

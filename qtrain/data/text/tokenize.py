@@ -42,9 +42,16 @@ class Encoded(NamedTuple):
 
 
 def tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, manifest: Manifest, shard_tokens: int, n_procs: int
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    manifest: Manifest,
+    shard_tokens: int,
+    n_procs: int,
+    max_tokens: int = 0,
 ) -> tuple[Manifest, float]:
-    """Write into `folder` the shards that `manifest` (new, or of an interrupted run) lacks.
+    """Write into `folder` the shards that `manifest` (new, or of an interrupted run) lacks; with `max_tokens` no more
+    than as many in all.
 
     Returns the complete manifest and the tokens per second. UserError when the disk is full or there is no text."""
     cursor = manifest.cursor or {"source": None, "documents": 0, "tokens": 0}
@@ -53,11 +60,16 @@ def tokenize(
     documents, skip = cursor["documents"], cursor["tokens"]
     try:
         with TokenizeProgress(f"tokenizing {folder}", corpus.n_documents, documents) as progress:
+            left = max_tokens - manifest.tokens if max_tokens else sys.maxsize
             for chunk in chunks:
+                chunk = chunk._replace(ids=chunk.ids[: skip + left])
+                left -= len(chunk.ids) - skip
                 writer.write(chunk, documents, skip)
                 documents += chunk.documents
                 progress.advance(chunk.documents, len(chunk.ids) - skip)
                 skip = 0  # only the first chunk was begun by an earlier run
+                if not left:
+                    break
             manifest.documents = documents
             writer.finish()
     except OSError as error:
