@@ -54,8 +54,12 @@ class EvaluateSettings(EvaluationSettings):
 
 
 def main(argv: list[str]) -> None:
-    given = [f"--model={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("-") else argv
-    evaluate(parse(EvaluateSettings, given, NAME, listing))
+    evaluate(parse(EvaluateSettings, as_flags(argv), NAME, listing))
+
+
+def as_flags(argv: list[str]) -> list[str]:
+    """The command line with its first word, if that is no flag, as the value of --model."""
+    return [f"--model={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("-") else argv
 
 
 def evaluate(settings: EvaluateSettings) -> None:
