@@ -451,7 +451,7 @@ EVALUATION = [  # in training, and of `python -m qtrain evaluate`
     wrong_evaluate("tiny.json is a shape without weights", "--model", model="tiny.json"),
     wrong_evaluate("--data, --tasks: nothing to measure is given", data=None),
     wrong_evaluate("--data: unknown dataset type 'txt'", data={**TEXT, "type": "txt"}),
-    wrong_evaluate("--data: its tokenizer 'words.json'", "258", data={**TEXT, "tokenizer": "words.json"}, accuracy=1),
+    wrong_evaluate("beyond the model's vocabulary of 258", data={**TOKENS, "dataset_dir": "ids300.bin"}),
     wrong_evaluate("--sequences: -1 is out of range", sequences=-1),
     wrong_evaluate("--tasks: no task is given", tasks=" ,"),
     wrong_evaluate("--hellaswag_file: it needs --hellaswag", hellaswag_file="jsonl/0.jsonl"),
@@ -629,6 +629,7 @@ def _write_tokens() -> None:
     Path("manifest/manifest.json").write_text('{"files": []}')
     write_raw(Path("raw.bin"), np.arange(2000) % 250)
     write_raw(Path("4 tokens.bin"), np.arange(4))
+    write_raw(Path("ids300.bin"), np.arange(2000) % 300)
     Path("odd.bin").write_bytes(b"123")
     write_llmq(Path("llmq.bin"), np.arange(2000), None)
     Path("llmq.bin").write_bytes(Path("llmq.bin").read_bytes()[:-8])

@@ -75,6 +75,8 @@ def evaluate(settings: EvaluateSettings) -> None:
     # ---- what to load, and what to ask: whatever can be refused is refused here --------------------------------------
     if settings.model is None:
         raise UserError("--model: nothing to evaluate is named; give a run folder, a checkpoint, a folder or a hub id.")
+    if settings.hellaswag_file and not settings.hellaswag:
+        raise UserError("--hellaswag_file: it needs --hellaswag.")
     if settings.json:
         check_json(user_path(settings.json, "--json"))
     device = choose_device(settings.device)
@@ -89,7 +91,8 @@ def evaluate(settings: EvaluateSettings) -> None:
     if tokenizer is None and trained is not None and trained.train_ds:
         tokenizer = dataset_tokenizer(trained.train_ds, "--train_ds of the run")
     seq_len = settings.seq_len or (trained.seq_len if trained else SEQ_LEN)
-    ctx = StreamContext(seq_len, tokenizer=tokenizer, micro_batch_size=settings.batch_size)
+    vocab_size = measured.source.config.get("vocab_size")
+    ctx = StreamContext(seq_len, tokenizer=tokenizer, vocab_size=vocab_size, micro_batch_size=settings.batch_size)
     asked = load_evaluation(settings, ctx, data, "--data", settings.sequences, _trained_on(trained, ctx))
     if settings.tasks and tokenizer is None and measured.exported is None:
         raise tokenizer_needed("--data", "--tasks")

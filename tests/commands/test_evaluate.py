@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import llm_finetune
 import llm_pretrain
@@ -105,6 +107,13 @@ def test_training_data_are_no_evaluation_data(train_ds, eval_ds, warns):
 def test_evaluating_a_run_on_its_training_data_is_told():
     run = trained()
     assert "is also read by --train_ds" in call(main, ["evaluate", str(run), *flags(data=TRAIN, device="cpu")]).out
+
+
+def test_a_model_that_transformers_alone_knows():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=258, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained("gpt2")
+    assert evaluated("gpt2", data=HELD, seq_len=48, sequences=4)["loss"] == pytest.approx(5.5, abs=0.2)
 
 
 def test_help_names_the_commands():

@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,16 @@ class Measured:
             raise UserError(f"{flag}: {checkpoint} is not a checkpoint within the run folder of a language model.")
         return cls(None, checkpoint, settings, {**values, "script": script}, flag)
 
+    @cached_property
+    def source(self) -> ModelSource:
+        """Its config, and where its weights are; of a checkpoint those that its run began with. Raises UserError."""
+        return read_model_source(self.settings.model if self.exported is None else self.exported, self.flag)
+
     def tokenizer(self) -> Tokenizer | None:
         """The exported model's own, if it has one."""
         if self.exported is None:
             return None
-        source = read_model_source(self.exported, self.flag)
+        source = self.source
         files = ("tokenizer.json", "tokenizer.model")
         if not source.has_weights or (source.folder and not any((source.folder / name).exists() for name in files)):
             return None
@@ -81,24 +87,20 @@ class Measured:
     def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:
         """The model, with the weights that its training evaluates. dtype: of an exported one."""
         if self.exported is not None:
-            source = read_model_source(self.exported, self.flag)
-            # A native model unless transformers alone knows it.
-            impl = self.settings.model_impl if self.settings else "native"
-            yield (
-                build_model(source, impl=impl, device=device, dtype=choose_dtype(dtype, device), pretrained=True),
-                None,
-            )
+            where = {"device": device, "dtype": choose_dtype(dtype, device)}
+            yield build_model(self.source, impl=self._impl, pretrained=True, **where), None
             return
         run = self._restored(device)
         with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
             yield run.model, run
 
-    def _impl(self, source: ModelSource) -> str:
+    @property
+    def _impl(self) -> str:
         """qtrain's own decoder, unless transformers alone knows the model."""
         if self.settings is not None:
             return self.settings.model_impl
         try:
-            source.model_config()
+            self.source.model_config()
         except UserError:
             return "hf"
         return "native"
@@ -128,8 +130,7 @@ class Measured:
         with tempfile.TemporaryDirectory() as scratch:
             with export_weights(run) as whole:
                 merge_lora(run.model)
-                source = read_model_source(self.settings.model, self.flag)
-                export_hf(whole, source, Path(scratch, "hf"), tokenizer, trained_positions=self.settings.seq_len)
+                export_hf(whole, self.source, Path(scratch, "hf"), tokenizer, trained_positions=self.settings.seq_len)
             yield str(Path(scratch, "hf"))
 
 
