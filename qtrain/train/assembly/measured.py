@@ -34,8 +34,9 @@ ONE_PROCESS = {
     **{"gpus": 0, "tp": 1, "ep": 1, "dp_replicate": 0, "dp_shard": 0, "gradient_wire": "exact"},
     **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False, "deterministic": False},
     **{"offload": None, "compile": False, "trackers": (), "resume": None, "fit": "off"},
+    **{"lm_eval": None, "final_eval": "sample"},
 }
-"""Instead of what says only how a run was spread and made fast."""
+"""Instead of what says only how a run was spread and made fast, and what it measured at its end."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def run_lm_eval(tasks: str, model: Path | str, device: str, flag: str = "--lm_ev
     except Exception as error:  # of any of the harness's tasks
         raise TrainingStopped(
             f"{flag}: {tasks} failed ({first_line(error)}). The model is whole; try again with: "
-            f"lm_eval --model hf --model_args {arguments} --tasks {tasks}"
+            f"lm_eval --model hf --model_args {arguments} --tasks {','.join(_names(tasks))}"
         ) from None
     return {
         f"lm_eval/{task}/{metric.removesuffix(',none')}": value
