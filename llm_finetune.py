@@ -16,7 +16,7 @@ prepare_process(script=True)  # before imports that take a while
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
-from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings, NotNegative
+from qtrain.train.settings.settings import CountOrZero, LanguageSettings, NotNegative
 
 SCRIPT = Path(__file__).stem
 
@@ -44,12 +44,6 @@ class FinetuneSettings(LanguageSettings):
     names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
     the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue), merge (the weights that the export
     adds adapters to: trained, as frozen in base, or original, those of --model). {}: the defaults."""
-    accuracy: CountOrZero = 0
-    """At every evaluation, let the model answer N questions of --eval_ds and compare final answers; 0: none."""
-    answer_tokens: Count = 256
-    """Longest answer to a question of --accuracy, in tokens."""
-    lm_eval: str | None = None
-    """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end."""
 
 
 def main(argv: list[str]) -> None:
@@ -80,8 +74,7 @@ def train(settings: FinetuneSettings) -> None:
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
-    from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
-    from qtrain.train.eval.language import mean_loss
+    from qtrain.train.eval.language import LanguageEvaluation
     from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.plan.checked_settings import check_settings
@@ -98,12 +91,10 @@ def train(settings: FinetuneSettings) -> None:
     checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     checked, settings = text.checked, text.settings
-    questions = []
-    if settings.accuracy and not text.absent:
-        questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
+    evaluated = text.evaluation()
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
-    prepared = prepare(checked, architecture, text.described, trained)
+    prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
@@ -129,14 +120,7 @@ def train(settings: FinetuneSettings) -> None:
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
-    validation_loss = (lambda: mean_loss(model, forward, text.eval_windows)) if text.eval_windows else None
-    evaluation = FinetuneEvaluation(
-        model=model,
-        validation_loss=validation_loss,
-        tokenizer=text.tokenizer,
-        questions=questions,
-        max_new_tokens=settings.answer_tokens,
-    )
+    evaluation = LanguageEvaluation(model, forward, evaluated, settings, settings.seed)
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(f"{prepared.text}\n{trains}") as log:
@@ -153,6 +137,8 @@ def train(settings: FinetuneSettings) -> None:
         log_results(run)
         if exit_code is not None:
             sys.exit(exit_code)
+        if settings.final_eval == "all":
+            training.record_final(evaluation.over_all)
         with export_weights(run) as whole:
             if whole is not None and lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
@@ -169,10 +155,7 @@ def train(settings: FinetuneSettings) -> None:
                 )
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval and rank() == 0:
-            found = run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type)
-            training.record_results(found)
-            for name, value in found.items():
-                log.info("%s %.4f", name, value)
+            training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
 
 
 def command() -> None:

@@ -15,7 +15,7 @@ prepare_process(script=True)  # before imports that take a while
 from qtrain.core.config import parse
 from qtrain.core.process import command_line, run_script
 from qtrain.train.settings.listing import listing
-from qtrain.train.settings.settings import CountOrZero, LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 SCRIPT = Path(__file__).stem
 
@@ -23,17 +23,6 @@ SCRIPT = Path(__file__).stem
 @dataclass(frozen=True)
 class PretrainSettings(LanguageSettings):
     """Pretrain a language model from random weights, or continue from published ones (--pretrained)."""
-
-    sample_prompts: tuple[str, ...] = ()
-    """At every evaluation, let the model continue these texts and log what it writes."""
-    sample_tokens: CountOrZero = 64
-    """Tokens that continue each of --sample_prompts."""
-    hellaswag: bool = False
-    """At every evaluation, measure accuracy on HellaSwag (choosing one of four endings)."""
-    hellaswag_file: str | None = None
-    """Local .jsonl file of HellaSwag questions; None: download them from the hub."""
-    hellaswag_limit: CountOrZero = 0
-    """Use the first N HellaSwag questions; 0: all."""
 
 
 def main(argv: list[str]) -> None:
@@ -43,6 +32,7 @@ def main(argv: list[str]) -> None:
 def train(settings: PretrainSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
+    from qtrain.comm.ranks import rank
     from qtrain.models import export_hf
     from qtrain.train.assembly.assemble import (
         assemble,
@@ -53,9 +43,9 @@ def train(settings: PretrainSettings) -> None:
     )
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
-    from qtrain.train.assembly.text import open_text, tokenizer_needed
-    from qtrain.train.eval.hellaswag import load_hellaswag
+    from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.language import LanguageEvaluation
+    from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.plan.checked_settings import check_settings
     from qtrain.train.step.cuda_graphs import step_graphs
@@ -64,20 +54,16 @@ def train(settings: PretrainSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
+    check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, None, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture)
     checked, settings = text.checked, text.settings
-    if text.tokenizer is None and not text.absent and (settings.sample_prompts or settings.hellaswag):
-        raise tokenizer_needed("--sample_prompts and --hellaswag")
-    questions = []
-    if settings.hellaswag and not text.absent:
-        flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
-        questions = load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
+    evaluated = text.evaluation()
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
-    prepared = prepare(checked, architecture, text.described, trained)
+    prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
@@ -94,29 +80,22 @@ def train(settings: PretrainSettings) -> None:
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
-    evaluation = LanguageEvaluation(
-        model=model,
-        forward=forward,
-        windows=text.eval_windows,
-        tokenizer=text.tokenizer,
-        questions=questions,
-        prompts=settings.sample_prompts,
-        sample_tokens=settings.sample_tokens,
-        seq_len=settings.seq_len,
-        seed=settings.seed,
-    )
+    evaluation = LanguageEvaluation(model, forward, evaluated, settings, settings.seed)
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder("\n".join([prepared.text, *trains])) as log:
         graphs = step_graphs(run, forward, recordable=settings.model_impl == "native")
-        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs)
+        exit_code = training.fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
         if exit_code is not None:
             sys.exit(exit_code)
+        folder = run.folder.path
+        if settings.final_eval == "all":
+            training.record_final(evaluation.over_all)
         if settings.export:
-            folder = run.folder.path
             with export_weights(run) as whole:
                 if whole is not None:
                     export_hf(
@@ -127,6 +106,8 @@ def train(settings: PretrainSettings) -> None:
                         trained_positions=settings.seq_len,
                     )
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
+            if settings.lm_eval and rank() == 0:
+                training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), folder, other)

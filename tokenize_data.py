@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from qtrain.core.process import prepare_process
 
@@ -19,19 +19,22 @@ prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.checks import Range, user_path
 from qtrain.core.checksums import sha256_of
-from qtrain.core.config import parse
+from qtrain.core.config import JsonText, parse
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.process import command_line, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.hub_rows import reader_of
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
 from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
-from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
+from qtrain.data.text.shards import LAYOUTS, shard_dtype
+from qtrain.data.text.tokenize import check_finished_shards, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from qtrain.train.settings.listing import listing
 
 TRAINED = "tokenizer.model"
+LATER = {"template": None, "format": "qtrain", "max_tokens": 0}
+"""Settings that manifests of earlier versions lack, and what they were."""
 QUICKSTART_VOCAB = 4096
 """Ids of the model `quickstart`, which a CPU can train; the scripts' default model takes days there."""
 
@@ -41,7 +44,8 @@ class TokenizeSettings:
     """Tokenize a dataset of the Hugging Face hub, or local files, into shards for the dataset type `token`."""
 
     dataset: str | None = None
-    """tinystories, c4_realnewslike, fineweb_edu, any hub dataset ORG/NAME, or a local file or folder."""
+    """tiny-shakespeare, tinystories, openwebtext, fineweb-edu, c4, c4-realnewslike, climb-10b (--list says licences and
+    sizes), any hub dataset ORG/NAME, or a local file or folder."""
     files: tuple[str, ...] = ()
     """Local text instead of a dataset: .txt, .py, .jsonl, .json, .csv, .parquet or .arrow files, compressed ones too
     (.gz, .zst, .bz2, .xz), globs, folders, or python:stdlib."""
@@ -52,7 +56,13 @@ class TokenizeSettings:
     text_column: str = "text"
     """Column or key that holds the text."""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """Share of the local files in the validation split, chosen by a hash of their path."""
+    """Share of the local files in the validation split, chosen by a hash of their path; of few files of the
+    documents in each, the last ones, and of a single text its last lines."""
+    template: JsonText = None
+    """Make prompts and answers of columns of --dataset: alpaca, gsm8k, metamathqa, or JSON (docs/finetuning.md).
+    Only answers are trained on, which --format llmq can say; null: --text_column."""
+    format: Literal["qtrain", "llmq", "llmc", "raw"] = "qtrain"
+    """Format of the shards; llmq, llmc: as these programs read them; raw: uint16 ids alone. All train here too."""
     tokenizer: str | None = None
     """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id; none: llama2."""
     train_tokenizer: Annotated[int, Range(0)] = 0
@@ -61,6 +71,8 @@ class TokenizeSettings:
     """Encoding processes; 0: one per CPU core."""
     shard_tokens: Annotated[int, Range(1000, 200_000_000)] = 100_000_000
     """Tokens per shard at most."""
+    max_tokens: Annotated[int, Range(0)] = 0
+    """Tokens to write in all at most; 0: all there are, of climb-10b 10 billion."""
     output_dir: str | None = None
     """Folder to write; with several splits _SPLIT is appended; none: <dataset>_<split>."""
 
@@ -85,6 +97,10 @@ def main(argv: list[str]) -> None:
         tokenizer = load_tokenizer(settings.tokenizer or "llama2", "--tokenizer")
     if tokenizer.eos_id is None:
         raise UserError(f"--tokenizer: {tokenizer.name!r} names no end-of-text token, which separates documents.")
+    if settings.format == "raw" and tokenizer.vocab_size > 1 << 16:
+        raise UserError(
+            f"--format: raw ids are uint16, and {tokenizer.name!r} has {tokenizer.vocab_size:,}; use another format."
+        )
 
     # ---- shards ------------------------------------------------------------------------------------------------------
     for split in splits:
@@ -96,9 +112,12 @@ def main(argv: list[str]) -> None:
             check_tokenizer(manifest, tokenizer, folder)
             print(f"{folder}: resuming after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
         else:
-            prepare_folder(folder, manifest, tokenizer, model)
-        n_procs = settings.n_procs or available_cores()
-        manifest, speed = tokenize(corpora[split], tokenizer, folder, manifest, settings.shard_tokens, n_procs)
+            prepare_folder(folder, manifest, tokenizer, model, settings)
+        n_procs, corpus = settings.n_procs or available_cores(), corpora[split]
+        for line in corpus.notes:
+            print(f"{folder}: {line}", flush=True)
+        limit = settings.max_tokens or corpus.max_tokens
+        manifest, speed = tokenize(corpus, tokenizer, folder, manifest, settings.shard_tokens, n_procs, limit)
         print(
             f"{folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents in {len(manifest.shards)} "
             f"shards, {speed:,.0f} tokens/s with {n_procs} processes."
@@ -125,6 +144,10 @@ def check_choices(settings: TokenizeSettings) -> None:
         raise UserError("--subset: local files have no subsets; leave it out.")
     if settings.train_tokenizer and settings.tokenizer:
         raise UserError("--tokenizer, --train_tokenizer: both are given; give one of the two.")
+    if settings.template is not None and settings.files:
+        raise UserError("--template: it makes prompts of columns, which --files have not; give --dataset instead.")
+    if settings.template is not None and settings.format != "llmq":
+        raise UserError(f"--template: shards of --format {settings.format} cannot say what is trained on; use llmq.")
     for split in settings.split.split(","):
         if settings.files and split not in SPLITS:
             raise unknown_name("--split", "split of local files", split, SPLITS)
@@ -133,7 +156,12 @@ def check_choices(settings: TokenizeSettings) -> None:
 def open_corpus(settings: TokenizeSettings, split: str) -> Corpus:
     if settings.files:
         return LocalCorpus(list(settings.files), split, settings.validation_fraction, settings.text_column, "--files")
-    return HubCorpus(settings.dataset, settings.subset, split, settings.text_column, "--dataset")
+    template = None
+    if settings.template is not None:
+        from qtrain.data.examples.instruct_dataset import make_template  # which imports torch
+
+        template = make_template(settings.template, "--template")
+    return HubCorpus(settings.dataset, settings.subset, split, settings.text_column, "--dataset", template)
 
 
 def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path:
@@ -161,6 +189,9 @@ def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, fold
         "train_tokenizer": settings.train_tokenizer,
         "shard_tokens": settings.shard_tokens,
         "corpus": corpus.fingerprint,
+        "template": settings.template,
+        "format": settings.format,
+        "max_tokens": settings.max_tokens,
     }
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return Manifest(settings=asked)
@@ -168,7 +199,7 @@ def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, fold
         raise UserError(f"--output_dir: {folder} exists and holds other files; give another folder.")
     manifest = read_manifest(folder, "--output_dir")
     for key, value in asked.items():
-        earlier = manifest.settings.get(key)
+        earlier = manifest.settings.get(key, LATER.get(key))
         if earlier != value:
             how = (
                 "from files that have changed since" if key == "corpus" else f"with --{key} {earlier!r}, not {value!r}"
@@ -200,7 +231,9 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, folder: Path) -> N
         )
 
 
-def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model: bytes | None) -> None:
+def prepare_folder(
+    folder: Path, manifest: Manifest, tokenizer: Tokenizer, model: bytes | None, settings: TokenizeSettings
+) -> None:
     """Create the folder with the tokenizer's files, so that the dataset is self-contained, and the manifest, last."""
     try:
         temporary = folder.with_name(folder.name + ".tmp")
@@ -212,7 +245,9 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
         names = ("name", "vocab_size", "bos_id", "eos_id")
         manifest.tokenizer = {n: getattr(tokenizer, n) for n in names} | {"fingerprint": tokenizer.fingerprint()}
         manifest.tokenizer["files"] = {path.name: sha256_of(path) for path in sorted(temporary.iterdir())}
-        manifest.dtype = dtype_for(tokenizer.vocab_size)
+        manifest.layout = settings.format if settings.format in LAYOUTS else "raw"
+        manifest.dtype = shard_dtype(manifest.layout, tokenizer.vocab_size)
+        manifest.masked = settings.template is not None
         manifest.write(temporary)
         temporary.replace(folder)
     except OSError as error:

@@ -24,16 +24,18 @@ from tokenizers.models import WordLevel
 import llm_pretrain
 import tokenize_data
 from qtrain import SCRIPTS
+from qtrain.commands import evaluate
 from qtrain.models import build_model, export_hf, read_model_source
 from tests.data.corpora import write_jsonl, write_llmq, write_parquet, write_raw
 from tests.system import ROOT, call, flags, only_run, tree, write_model
 
-MAINS = {"pretrain": llm_pretrain.main, "tokenize": tokenize_data.main}
+MAINS = {"pretrain": llm_pretrain.main, "tokenize": tokenize_data.main, "evaluate": evaluate.main}
 TOKENS = {"type": "token", "dataset_dir": "tokens"}
 TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
 HF = {"type": "hf_text", "dataset": "json", "data_files": "jsonl/*.jsonl", "tokenizer": "byte"}
 GOOD = {
     "pretrain": {"model": "tiny.json", "train_ds": TOKENS, "seq_len": 32, "n_steps": 2, "device": "cpu"},
+    "evaluate": {"model": "whole", "data": TEXT, "seq_len": 32, "device": "cpu"},
     "tokenize": {"files": ["jsonl"], "split": "all", "tokenizer": "byte", "n_procs": 1, "output_dir": "new"},
 }
 
@@ -58,6 +60,10 @@ def wrong(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
 
 def wrong_tokenize(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
     return Mistake(says, settings, words, "tokenize")
+
+
+def wrong_evaluate(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
+    return Mistake(says, settings, words, "evaluate")
 
 
 FLAGS = [
@@ -476,7 +482,63 @@ TOKENIZE = [
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
 ]
 
-MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *LENGTH_AND_END, *BROKEN_FILES, *RESUME, *TOKENIZE]
+EVALUATION = [  # in training, and of `python -m qtrain evaluate`
+    wrong("--final_eval: 'half' is not allowed", "'sample', 'all'", final_eval="half"),
+    wrong("--final_eval all: there is nothing to evaluate on", "--eval_ds", final_eval="all"),
+    wrong("--accuracy: questions come from --eval_ds", accuracy=3),
+    wrong("--accuracy: --eval_ds holds no prompts", "instruct or chat", accuracy=3, train_ds=TEXT, eval_ds=TEXT),
+    wrong("it does not say its tokenizer", "--accuracy", accuracy=3, train_ds={**TOKENS, "dataset_dir": "raw.bin"}),
+    wrong("--lm_eval base needs the package 'lm_eval'", "pip install", lm_eval="base"),
+    wrong("--lm_eval: it evaluates the exported model", "--no_export", lm_eval="base", export=False),
+    wrong_evaluate("--model: nothing to evaluate is named", model=None),
+    wrong_evaluate("--model: unknown model 'hole'", model="hole"),
+    wrong_evaluate("--model: there is no folder runs/none/at/all", model="runs/none/at/all"),
+    wrong_evaluate("--model: incomplete/00000002 cannot be loaded", "COMPLETE", model="incomplete/00000002"),
+    wrong_evaluate("tiny.json is a shape without weights", "--model", model="tiny.json"),
+    wrong_evaluate("--data, --tasks: nothing to measure is given", data=None),
+    wrong_evaluate("--data: unknown dataset type 'txt'", data={**TEXT, "type": "txt"}),
+    wrong_evaluate("beyond the model's vocabulary of 258", data={**TOKENS, "dataset_dir": "ids300.bin"}),
+    wrong_evaluate("--sequences: -1 is out of range", sequences=-1),
+    wrong_evaluate("--tasks: no task is given", tasks=" ,"),
+    wrong_evaluate("--hellaswag_file: it needs --hellaswag", hellaswag_file="jsonl/0.jsonl"),
+    wrong_evaluate("--json: x.csv would be overwritten", json="x.csv"),
+]
+
+SHARDS = [  # formats of other programs, datasets by name, folders of the hub
+    wrong("names no dataset", "OWNER/NAME/FOLDER", train_ds={**TOKENS, "dataset_dir": "hf://datasets/a"}),
+    wrong("is a whole repository", "hf://datasets/a/b/FOLDER", train_ds={**TOKENS, "dataset_dir": "hf://datasets/a/b"}),
+    wrong_tokenize("--format: 'npy' is not allowed", "'llmq'", format="npy"),
+    wrong_tokenize("--template: it makes prompts of columns", "--dataset", template="gsm8k", format="llmq"),
+    wrong_tokenize(
+        "--template: shards of --format qtrain", "use llmq", files=None, dataset="q.jsonl", template="gsm8k"
+    ),
+    wrong_tokenize(
+        "--template: unknown template 'gsm9k'",
+        "Did you mean 'gsm8k'?",
+        **{"files": None, "dataset": "q.jsonl", "split": "train", "template": "gsm9k", "format": "llmq"},
+    ),
+    wrong_tokenize("--template: not valid JSON", words=('--template={"prompt":',)),
+    wrong_tokenize("--max_tokens: -1 is out of range", max_tokens=-1),
+    wrong_tokenize("unknown dataset 'tiny-shakespear'", "'tiny-shakespeare'", files=None, dataset="tiny-shakespear"),
+    wrong_tokenize(
+        "none of the 2 files is in the split 'train'", "between 0 and 1", split="train", validation_fraction=1
+    ),
+]
+
+MISTAKES = [
+    *EVALUATION,
+    *SHARDS,
+    *FLAGS,
+    *RECIPES,
+    *MODELS,
+    *DATA,
+    *TOKENIZERS,
+    *CHOICES,
+    *LENGTH_AND_END,
+    *BROKEN_FILES,
+    *RESUME,
+    *TOKENIZE,
+]
 
 
 @pytest.fixture(scope="module")
@@ -614,6 +676,7 @@ def _write_tokens() -> None:
     Path("manifest/manifest.json").write_text('{"files": []}')
     write_raw(Path("raw.bin"), np.arange(2000) % 250)
     write_raw(Path("4 tokens.bin"), np.arange(4))
+    write_raw(Path("ids300.bin"), np.arange(2000) % 300)
     Path("odd.bin").write_bytes(b"123")
     write_llmq(Path("llmq.bin"), np.arange(2000), None)
     Path("llmq.bin").write_bytes(Path("llmq.bin").read_bytes()[:-8])
@@ -646,6 +709,7 @@ def test_the_table_is_long_enough_and_the_command_lines_are_right_without_the_mi
     for train_ds in (TOKENS, TEXT, HF):
         settings = {**GOOD["pretrain"], "train_ds": train_ds, "dry_run": True}
         assert call(llm_pretrain.main, flags(**settings)).code == 0
+    assert call(evaluate.main, flags(**GOOD["evaluate"])).code == 0
     assert tree(folder) == before
 
 

@@ -11,6 +11,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 BELOW_QUANT = {"tensors", "kernels", "core"}
 ROOMS = {
+    "__main__": {"commands", "core"},
+    "commands": {"bench", "train", "data", "models", "core"},
     "bench": {"train", "parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "train": {"parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "parallel": {"comm", "models", "optim", "data", "quant", *BELOW_QUANT},
@@ -54,7 +56,7 @@ INNER = {
     "train.state": {"train.settings", "train.log"},
     "train.step": {"train.settings", "train.log", "train.state"},
     "train.plan": {"train.settings", "train.log", "train.state", "train.step"},
-    "train.assembly": {"train.settings", "train.log", "train.state", "train.step", "train.plan"},
+    "train.assembly": {"train.settings", "train.log", "train.state", "train.step", "train.plan", "train.eval"},
     "train.eval": {"train.settings", "train.step"},
     "train": {"train.settings", "train.log", "train.state", "train.step", "train.plan"},
 }

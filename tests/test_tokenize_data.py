@@ -23,9 +23,9 @@ from qtrain.data.stream import StreamContext, dataset_tokenizer, open_stream
 from qtrain.data.text import corpus as corpus_module
 from qtrain.data.text import tokenize as tokenize_module
 from qtrain.data.text.manifest import read_manifest
-from qtrain.data.text.tokenize import dtype_for
+from qtrain.data.text.shards import TokenArray, find_shards, shard_dtype
 from qtrain.data.tokenizers.tokenizer import load_tokenizer
-from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet
+from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet, write_questions
 from tests.system import call, flags
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +74,50 @@ def test_shards_hold_every_document_with_its_end(here, capsys):
     sample = open_stream(spec, StreamContext(32, shuffle=False), "--train_ds").next_sample()
     tokenizer = dataset_tokenizer(spec, "--train_ds")
     assert tokenizer.decode(sample.tokens.tolist()) == texts[0][:33] and tokenizer.eos_id == 257
+
+
+HEADERS = {"llmq": [0x2E4E4942, 0x0A4B4F54, 2, 4], "llmc": [20240520, 1], "raw": []}
+"""The first integers that llm.q and llm.c compare."""
+
+
+@pytest.mark.parametrize("layout", HEADERS)
+def test_other_programs_shards_are_read_back(layout, here):
+    """By their headers alone, as those programs read them, and with the manifest beside them."""
+    tokenize_data.main([*BYTE, "--shard_tokens", "5000", "--format", layout, "--output_dir", "out"])
+    texts = [text for f in range(2) for text in functions()[f::2] if text]
+    expected = np.concatenate([[*text.encode(), 257] for text in texts])
+    names = [shard.file for shard in read_manifest(here / "out", "test").shards]
+    for name, count in [(names[0], 5000), (names[-1], len(expected) % 5000)]:
+        data = (here / "out" / name).read_bytes()
+        head = np.frombuffer(data[:1024], "<i4")
+        size = {"llmq": 4, "llmc": 2, "raw": 2}[layout]
+        assert len(data) == (1024 if HEADERS[layout] else 0) + size * count
+        assert head[: len(HEADERS[layout])].tolist() == HEADERS[layout]
+        assert layout != "llmq" or head[4:7].tolist() == [count, 258, 0]
+        assert layout != "llmc" or head[2] == count
+        assert hashlib.sha256(data).hexdigest() in (here / "out/manifest.json").read_text()
+    (here / "alone").mkdir()
+    for name in names:
+        (here / "alone" / name).write_bytes((here / "out" / name).read_bytes())
+    for folder in ("out", "alone"):
+        shards, _ = find_shards(folder, "test")
+        array = TokenArray(shards, "test")
+        assert np.array_equal(array.read(0, len(array))[0], expected)
+
+
+def test_masks_of_answers_are_read_back_as_they_are_trained(here):
+    """llm.q's bits are those of the dataset type `instruct` on the same rows; shards cut them anywhere."""
+    rows = write_questions(here / "q.jsonl")
+    argv = ["--dataset", "q.jsonl", "--template", "gsm8k", "--tokenizer", "byte", "--n_procs", "1", "--format", "llmq"]
+    tokenize_data.main([*argv, "--shard_tokens", "1003", "--output_dir", "out"])
+    shards, _ = find_shards("out", "test")
+    array = TokenArray(shards, "test")
+    tokens, trained = array.read(0, len(array))
+    learned = bytes(tokens[1:][trained[:-1] & (tokens[1:] < 256)].tolist()).decode()
+    assert len(shards) > 3 and learned == "".join(row["answer"] for row in rows) and not trained[-1]
+    assert (tokens[1:][trained[:-1]] == 257).sum() == len(rows)  # the ends are learned too
+    sample = open_stream({"type": "token", "dataset_dir": "out", "verify": True}, StreamContext(64), "x").next_sample()
+    assert sample.trained is not None
 
 
 def test_output_does_not_depend_on_the_number_of_processes(here):
@@ -150,7 +194,7 @@ def test_large_vocabularies_are_written_in_four_bytes(here):
     tokenize_data.main(["--files", "x.txt", "--split", "all", "--tokenizer", "words.json", "--n_procs", "1"])
     assert tokens_of(here / "x_all").tolist() == [3, 69_999, 65_536, 1, 0]
     assert read_manifest(here / "x_all", "test").dtype == "uint32"
-    assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
+    assert [shard_dtype("raw", size) for size in (65_536, 65_537)] == ["uint16", "uint32"]
 
 
 def test_a_dataset_folder_is_streamed_like_a_hub_dataset(here):

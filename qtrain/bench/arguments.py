@@ -22,7 +22,7 @@ class BenchmarkSettings:
 
     tables: str = "mm"
     """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears, experts
-    (of a MoE, forward and backward)."""
+    (of a MoE, forward and backward), roofline (of linears, computed for --gpu)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
@@ -45,16 +45,21 @@ class BenchmarkSettings:
     linear_shapes: str = ""
     """Sizes NxK of the linears, separated by commas; empty: of --model, or of Llama and DeepSeek-V3, on a CPU
     512x256."""
+    roofline_shapes: str = ""
+    """Sizes MxNxK of the roofline's linears, separated by commas; empty: of --model with --tokens rows, or 1024, 4096
+    and 16384 in all combinations."""
+    gpu: str | None = None
+    """GPU of the roofline (h100, h200, b200, a100, l40s, 4090, ...), which need not be here; none: the one that is."""
     schemes: str = ""
-    """Schemes of the tables of linears and of experts, separated by commas; NAME:{JSON} sets options; empty: for
-    linears all schemes, and int8 also with stochastic rounding in none and in all of its GEMMs; for experts bf16, FP8
-    and INT8."""
+    """Schemes of the tables of linears, of experts and of the roofline, separated by commas; NAME:{JSON} sets options;
+    empty: all schemes, for linears int8 also with stochastic rounding in none and in all of its GEMMs; for experts
+    bf16, FP8 and INT8."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device; auto is the GPU if there is one."""
     budget_ms: Annotated[float, Range(1, 10_000)] = 150.0
     """Milliseconds of calls per figure, which is their median."""
     json: str | None = None
-    """File for all figures; none: runs/benchmark_mm/<time>.json."""
+    """File for all figures; none: runs/benchmark_mm/<time>.json. A .csv with a line for each is written beside it."""
     png: str | None = None
     """Draw the tables as bar charts into this file; needs matplotlib."""
 

@@ -15,8 +15,11 @@ from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
+from qtrain.bench.roofline import SHAPES as ROOFLINE_SHAPES
+from qtrain.bench.roofline import roofline_table
 from qtrain.bench.tables import Table
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.hardware import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.quant import SCHEMES
@@ -60,6 +63,9 @@ def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job
             raise unknown_name("--tables", "table", name, TABLES)
     if not chosen:
         raise UserError(f"--tables: it is empty; name some of {', '.join(TABLES)}.")
+    for flag, given in (("--gpu", settings.gpu), ("--roofline_shapes", settings.roofline_shapes)):
+        if given and "roofline" not in chosen:
+            raise UserError(f"{flag}: it is of the roofline only; add --tables roofline, or leave it out.")
     # In the order of TABLES, all checked before any runs.
     return [make(settings, device) for name, make in TABLES.items() if name in chosen]
 
@@ -115,6 +121,23 @@ def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
     return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
 
 
+def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The roofline of linears under schemes, ready to be computed."""
+    if settings.gpu is None and device.type != "cuda":
+        raise UserError("--gpu: there is no GPU here whose roofline could be drawn; name one, such as --gpu h100.")
+    gpu = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
+    if settings.roofline_shapes:
+        texts = split_list(settings.roofline_shapes)
+        shapes = {text: parse_sizes(text, 3, "--roofline_shapes") for text in texts}
+    elif settings.model:
+        tokens, found = max(settings.tokens, SIZES["cuda"]["tokens"]), _linear_shapes(settings.model)
+        shapes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
+    else:
+        shapes = {f"{m}x{n}x{k}": (m, n, k) for m, n, k in ROOFLINE_SHAPES}
+    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
+    return partial(roofline_table, shapes, compared_schemes(split_list(settings.schemes) or names), gpu)
+
+
 def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """(out-features, in-features) of each linear of a layer; of experts those of one."""
     found = layer_linears(read_model_source(model).model_config())
@@ -127,6 +150,7 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "grouped": grouped_products,
     "linears": linears,
     "experts": experts,
+    "roofline": roofline,
 }
 
 

@@ -3,10 +3,11 @@
 A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
+import csv
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Table:
     columns: Sequence[str]
     notes: list[str] = field(default_factory=list)
     rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
+    measured: bool = True
+    """Whether figures are of something that ran; else they are computed."""
 
     def put(self, row: str, column: str, cell: Cell) -> None:
         assert column in self.columns, column
@@ -74,6 +77,14 @@ class Table:
         head = {"title": self.title, "unit": self.unit, "columns": list(self.columns), "notes": self.notes}
         return {**head, "rows": rows}
 
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """A line for each cell, for CSV: entries that are no single figure, such as all runs, are in the JSON alone."""
+        for name, cells in self.rows.items():
+            for column, cell in cells.items():
+                record = {"value": None, **_cell_record(cell)}
+                plain = {key: v for key, v in record.items() if v is None or isinstance(v, str | int | float)}
+                yield {"table": self.title, "unit": self.unit, "row": name, "column": column, **plain}
+
 
 def _line(cells: list[str], widths: list[int]) -> str:
     padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
@@ -99,6 +110,8 @@ def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None
 
 def check_json(path: Path) -> None:
     """UserError for a path that no file can be written to, before an hour of measurements."""
+    if path.suffix == ".csv":
+        raise UserError(f"--json: {path} would be overwritten by the CSV that is written beside it; name a .json file.")
     # The nearest folder that exists decides whether the file can be written below it.
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if path.is_dir() or (existing != path.absolute() and not existing.is_dir()):
@@ -106,11 +119,17 @@ def check_json(path: Path) -> None:
 
 
 def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
-    """Write all tables, and `about` the measurement. UserError if the file cannot be written."""
+    """Write all tables, and `about` the measurement; beside it a .csv with a line for each cell. UserError if a file
+    cannot be written."""
     record = {"date": time.strftime("%Y-%m-%d"), **about, "tables": [table.record() for table in tables]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+            lines = [line for table in tables for line in table.lines()]
+            writer = csv.DictWriter(file, dict.fromkeys(key for line in lines for key in line))
+            writer.writeheader()
+            writer.writerows(lines)
     except OSError as error:
         raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
 

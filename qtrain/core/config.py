@@ -79,6 +79,18 @@ JsonDict = Annotated[
 ]
 """A field that is a JSON object, both as a flag and in a recipe."""
 
+JsonText = Annotated[
+    str | dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME|JSON",
+        instance_from_str=lambda given: _json_object(given) if given[0].lstrip().startswith("{") else given[0],
+        is_instance=lambda value: value is None or isinstance(value, str | dict),
+        str_from_instance=lambda value: [value if isinstance(value, str) else json.dumps(value)],
+    ),
+]
+"""A field that is a name or a JSON object, both as a flag and in a recipe."""
+
 _NAMES = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="JSON",

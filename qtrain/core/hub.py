@@ -123,3 +123,24 @@ def hub_file(repo_id: str, filename: str, flag: str, fix: str, repo_type: str = 
 
     with reaching_hub(flag, f"{filename} of {repo_id!r}", fix):
         return Path(hf_hub_download(repo_id, filename, repo_type=repo_type))
+
+
+HUB_DATASETS = "hf://datasets/"
+"""What the path of a folder in a dataset of the hub begins with, as in `datasets` and pandas."""
+
+
+def hub_folder(path: str, flag: str) -> Path:
+    """The local copy of hf://datasets/OWNER/NAME/FOLDER (or a glob of files in it), downloaded or from the cache."""
+    from huggingface_hub import snapshot_download
+
+    owner, _, rest = path.removeprefix(HUB_DATASETS).partition("/")
+    name, _, inner = rest.strip("/").partition("/")
+    if not owner or not name:
+        raise UserError(f"{flag}: {path!r} names no dataset; write {HUB_DATASETS}OWNER/NAME/FOLDER.")
+    # Without a folder, all that there is: it may be several hundred GB.
+    if not inner:
+        raise UserError(f"{flag}: {path!r} is a whole repository; name a folder in it: {path.rstrip('/')}/FOLDER.")
+    repo = f"{owner}/{name}"
+    with reaching_hub(flag, f"{inner} of {repo!r}", "Check the name, or download the folder and give its path."):
+        found = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[inner, f"{inner}/*"]))
+    return found / inner

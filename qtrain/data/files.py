@@ -1,5 +1,6 @@
 """The files that a user names: paths, globs, folders, `python:stdlib`; and their stable split."""
 
+import dataclasses
 import glob
 import hashlib
 import os
@@ -24,10 +25,13 @@ SPLITS = ("all", "train", "validation")
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file. `relative`: its path from the folder that the user gave, which decides its split."""
+    """A text file. `relative`: its path from the folder that the user gave, which decides its split. `part`: of its
+    documents, or of its only document's text: all but the last `validation_fraction`, or those."""
 
     path: Path
     relative: str
+    part: str = "all"
+    validation_fraction: float = 0.0
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -131,18 +135,23 @@ def stdlib_files(flag: str) -> list[TextFile]:
 
 
 def text_files(paths: str | list[str], split: str, validation_fraction: float, flag: str) -> list[TextFile]:
-    """The files of `paths` that are in `split`, in a fixed order, each once."""
+    """The files of `paths` that are in `split`, in a fixed order, each once. Where all would be in one split, as one
+    file is, each is divided itself."""
     found: dict[Path, TextFile] = {}
     for entry in as_list(paths):
         for file in stdlib_files(flag) if entry == STDLIB else match_files(entry, SUFFIXES, flag):
             found.setdefault(file.path, file)  # a file that two entries match is read once
     if not found:
         raise UserError(f"{flag}: the list of files is empty; give paths, globs, folders or {STDLIB!r}.")
+    sides = {split_of(f.relative, validation_fraction) for f in found.values()}
+    if split != "all" and len(sides) == 1 and 0 < validation_fraction < 1:
+        divided = {"part": split, "validation_fraction": validation_fraction}
+        return [dataclasses.replace(f, **divided) for f in found.values()]
     kept = [f for f in found.values() if split == "all" or split == split_of(f.relative, validation_fraction)]
     if not kept:
         raise UserError(
             f"{flag}: none of the {len(found)} files is in the split {split!r} with validation_fraction "
-            f"{validation_fraction:g}. Files are split whole: give more files, another fraction, or separate files."
+            f"{validation_fraction:g}. Give a fraction between 0 and 1, or separate files."
         )
     return kept
 
@@ -153,3 +162,8 @@ def split_of(key: str, validation_fraction: float) -> str:
     # 64 bits of a hash of the key alone
     uniform = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") / 2**64
     return "validation" if uniform < validation_fraction else "train"
+
+
+def edges(part: str, validation_fraction: float) -> tuple[float, float]:
+    """The stretch of the unit interval that `split_of` puts into a part: (start, end)."""
+    return {"train": (validation_fraction, 1.0), "validation": (0.0, validation_fraction)}.get(part, (0.0, 1.0))

@@ -17,6 +17,7 @@ from qtrain.core.errors import NotHere, UserError, first_line, nearest, unknown_
 from qtrain.core.hub import reaching_hub
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
+from qtrain.data.named_sets import named_set
 from qtrain.data.permutation import Permutation
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ class RowSource:
         *,
         records: bool = False,
     ) -> "RowSource":
-        """A source whose `dataset` may also be a local file or a glob of files."""
+        """A source whose `dataset` may also be a local file, a glob of files, or one of NAMED_SETS."""
+        if data_files is None and not Path(dataset).exists() and (known := named_set(dataset)):
+            dataset, subset = known.hub_id, subset or known.subset
+            columns = columns if records else tuple(known.text_column if c == "text" else c for c in columns)
         if data_files is None and (reader := reader_of(dataset)) and not Path(dataset).is_dir():
             dataset, data_files = reader, dataset
         return RowSource(dataset, subset, split, columns, data_files, records)
@@ -192,6 +196,14 @@ class RowSource:
                 reason = first_line(error.strerror or error)
                 raise UserError(f"{flag}: {what} cannot be read: {reason}") from None
 
+    def sources(self) -> list[str]:
+        """What it reads, spelled alike however it was named: local files, or a dataset with subset and split."""
+        if files := self.local_files():
+            return [str(Path(file).resolve()) for file in files]
+        name = str(Path(self.dataset).resolve()) if self._is_local() else self.dataset
+        files = sorted(self._files())
+        return [" ".join(filter(None, [name, self.subset, self.split, *files]))]
+
     def local_files(self) -> list[str]:
         """The files that data_files names on this machine."""
         local = [pattern for pattern in self._files() if "://" not in pattern]
@@ -233,7 +245,7 @@ class RowReader:
     in this epoch, rows read from the next one, and the library's state there (None at its start)."""
 
     def __init__(self, source: RowSource, seed: int, shuffle: bool, flag: str):
-        self._source, self._flag = source, flag
+        self.source, self._flag = source, flag
         self._dataset = source.open(flag)
         self.shards: int = self._dataset.num_shards
         self._seed, self._shuffle = seed, shuffle
@@ -244,7 +256,7 @@ class RowReader:
         return {"epoch": 0, "shard": 0, "row": 0, "state": None}
 
     def estimated_rows(self) -> float | None:
-        return self._source.estimated_rows(self._flag)
+        return self.source.estimated_rows(self._flag)
 
     def _open(self, cursor: Mapping[str, Any]) -> None:
         self._cursor = dict(cursor)
@@ -262,7 +274,7 @@ class RowReader:
     def read(self, cursor: Mapping[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
         """Up to `count` texts or records from `cursor` on, and the cursor after them. Fewer than `count` only at the
         end of an epoch, where the cursor is the start of the next one."""
-        with self._source.reading(self._flag):
+        with self.source.reading(self._flag):
             # Reading on from where the last call stopped, the usual case, keeps the open shard.
             if cursor != self._cursor:
                 self._open(cursor)
@@ -270,7 +282,7 @@ class RowReader:
             while len(texts) < count:
                 row = next(self._rows, None)
                 if row is not None:
-                    texts.append(dict(row) if self._source.records else self._text(row))
+                    texts.append(dict(row) if self.source.records else self._text(row))
                     at["row"] += 1
                 elif at["shard"] + 1 < len(self._order):  # the shard has ended
                     at |= {"shard": at["shard"] + 1, "row": 0, "state": None}
@@ -283,7 +295,7 @@ class RowReader:
         return texts, dict(at)
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        (column,) = self._source.columns
+        (column,) = self.source.columns
         text = row[column]
         if not isinstance(text, str | None):
             raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is not text.")

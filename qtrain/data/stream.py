@@ -5,10 +5,12 @@ is a small JSON object taken after a sample. Seeking a fresh stream to it gives 
 epoch boundaries.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,28 @@ class StreamContext:
     micro_batch_size: int = 1
 
 
+@dataclass(frozen=True)
+class Extent:
+    """A file, or a split of a hub dataset, and the part of it that a stream reads: its items whose keys hash to
+    [start, end) of the unit interval (`files.split_of`)."""
+
+    source: str
+    start: float = 0.0
+    end: float = 1.0
+
+
+def shared_sources(reads: Sequence[Extent], others: Sequence[Extent]) -> list[str]:
+    """The sources of `reads` of which a part is in `others` too."""
+    known: dict[str, list[Extent]] = {}
+    for other in others:
+        known.setdefault(other.source, []).append(other)
+    return [
+        extent.source
+        for extent in reads
+        if any(extent.start < o.end and o.start < extent.end for o in known.get(extent.source, ()))
+    ]
+
+
 ESTIMATED_FROM = 256  # documents or rows that `Stream.estimated_samples` reads
 
 SKIPPED = "skipped"
@@ -62,6 +86,9 @@ class Stream(ABC):
 
     files: Sequence[Path] = ()
     """The local files that it reads, in the order that positions count in; none where it does not know them."""
+
+    reads: Sequence[Extent] = ()
+    """All that it reads, so that evaluation data can be told from training data."""
 
     @abstractmethod
     def next_sample(self) -> Sample:
@@ -160,6 +187,11 @@ def dataset_tokenizes(spec: Mapping[str, Any], flag: str) -> bool:
     return DATASETS.make_typed(spec, flag).tokenizes(flag)
 
 
+def tokenizer_needed(data: str, flags: str) -> UserError:
+    """The error for data of the flag `data` that name no tokenizer, which `flags` need."""
+    return UserError(f'{data}: it does not say its tokenizer, needed for {flags}; add "tokenizer":"NAME" to it.')
+
+
 def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str) -> Tokenizer:
     """The tokenizer with the chat template of the dataset that `spec` describes, if that has one."""
     template = DATASETS.make_typed(spec, flag).chat_template(tokenizer, flag)
@@ -226,29 +258,45 @@ EVALUATION_SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class EvalWindows:
-    """`batches`, and the number of windows in them."""
+    """`batches`, and the number of windows in them; `reads`: what the stream of all windows reads."""
 
     batches: list[Batch]
     n_sequences: int
+    reads: Sequence[Extent] = ()
+
+
+def all_eval_batches(spec: Mapping[str, Any], ctx: StreamContext, micro_batch_size: int, flag: str) -> Iterator[Batch]:
+    """Every window once, in a fixed shuffled order, in batches, of which the last may be smaller."""
+    return _batches(_eval_stream(spec, ctx, flag), micro_batch_size)
 
 
 def eval_batches(
     spec: Mapping[str, Any], ctx: StreamContext, micro_batch_size: int, n_sequences: int, flag: str
 ) -> EvalWindows:
-    """Up to `n_sequences` windows in a fixed shuffled order, in batches, of which the last may be smaller. Raises
-    UserError when there is no window."""
-    # Not the run's seed: losses of runs with different seeds are over the same windows.
-    whole = dataclasses.replace(ctx, seed=EVALUATION_SEED, shuffle=True, epochs=1)
-    stream, samples = open_stream(spec, whole, flag), []
-    try:
-        while len(samples) < n_sequences:
-            samples.append(stream.next_sample())
-    except StopIteration:
-        pass
-    if not samples:
+    """The first `n_sequences` windows of `all_eval_batches`. Raises UserError when there is no window."""
+    stream = _eval_stream(spec, ctx, flag)
+    batches = list(_batches(stream, micro_batch_size, n_sequences))
+    if not batches:
         raise UserError(
             f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
             "smaller --seq_len."
         )
-    starts = range(0, len(samples), micro_batch_size)  # the last batch may be smaller
-    return EvalWindows([Batch.of(samples[start : start + micro_batch_size]) for start in starts], len(samples))
+    return EvalWindows(batches, sum(len(batch.input_ids) for batch in batches), stream.reads)
+
+
+def _eval_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:
+    # Not the run's seed: losses of runs with different seeds are over the same windows.
+    return open_stream(spec, dataclasses.replace(ctx, seed=EVALUATION_SEED, shuffle=True, epochs=1), flag)
+
+
+def _batches(stream: Stream, micro_batch_size: int, n_sequences: int | None = None) -> Iterator[Batch]:
+    """Batches of the stream's first `n_sequences` samples; None: of all."""
+
+    def samples() -> Iterator[Sample]:
+        with contextlib.suppress(StopIteration):  # the stream's end
+            while True:
+                yield stream.next_sample()
+
+    found = itertools.islice(samples(), n_sequences)
+    while batch := list(itertools.islice(found, micro_batch_size)):
+        yield Batch.of(batch)

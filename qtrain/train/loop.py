@@ -141,14 +141,23 @@ class Training:
             log.info("stopped at step %d%s; resume with:\n  %s", run.state.step, why, command)
         return stop.exit_code
 
+    def record_final(self, evaluation: Evaluation) -> None:
+        """After `fit`: evaluate the trained weights once more, and record the results."""
+        run = self.run
+        with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
+            found = evaluation()
+        self.record_results(found)
+
     def record_results(self, results: Mapping[str, float]) -> None:
-        """After `fit`: add results of the exported model to metrics.jsonl, the trackers and the report."""
-        self.metrics, self.trackers = MetricsLog(self.metrics.path), self._open_trackers()
+        """After `fit`: add results of the finished model to the log, metrics.jsonl, the trackers and the report."""
+        self.metrics, self.trackers = MetricsLog(self._metrics_path), self._open_trackers()
         try:
             self._record({"step": self.run.state.step, **results})
         finally:
             self.metrics.close()
             self.trackers.close()
+        for name, value in results.items():
+            log.info("%s %.4f", name, value)
         if rank() == 0:
             write_report(self.run.folder.path)
 

@@ -1,11 +1,13 @@
 """Tables: figures and reasons on the screen and in JSON, bars where matplotlib is."""
 
+import csv
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
-from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
+from qtrain.bench.tables import Cell, Table, check_json, check_png, write_json, write_png
 from qtrain.core.errors import UserError
 
 
@@ -42,6 +44,16 @@ def test_json(tmp_path):
     assert record["device"] == "a CPU"
     rows = {row["name"]: row["cells"] for row in record["tables"][0]["rows"]}
     assert rows["ours"]["small"] == {"value": 1234.5, "ms": 0.5} and rows["odd"]["small"] == {"reason": "too old"}
+
+
+def test_csv_beside_it(tmp_path):
+    write_json([table(), Table("Other", "ms", ["a"])], tmp_path / "figures.json", {})
+    rows = list(csv.DictReader((tmp_path / "figures.csv").open()))
+    assert len(rows) == 5 and rows[0]["row"] == "ours" and rows[0]["column"] == "small"
+    assert (rows[0]["value"], rows[0]["ms"], rows[0]["unit"]) == ("1234.5", "0.5", "TFLOP/s")
+    assert rows[1]["text"] == "0.0123 (9%)" and rows[2]["reason"] == "not installed" and rows[2]["value"] == ""
+    with pytest.raises(UserError, match=r"--json: figures\.csv would be overwritten"):
+        check_json(Path("figures.csv"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

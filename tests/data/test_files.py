@@ -92,7 +92,6 @@ def test_compressed_files_are_of_the_format_inside(tmp_path):
         ("{tmp}/*.csv", "all", "matches no file"),
         ("{tmp}/none/*.txt", "all", "matches no file"),
         ([], "all", "empty"),
-        ("{tmp}/a.txt", "validation", "none of the 1 files"),
     ],
 )
 def test_errors(tree, paths, split, said):

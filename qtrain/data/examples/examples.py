@@ -15,10 +15,10 @@ from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.examples.example_packing import Example, pack_examples, pad_examples
-from qtrain.data.files import split_of
+from qtrain.data.files import edges, split_of
 from qtrain.data.hub_rows import RowReader, RowSource, valid_unicode
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import ESTIMATED_FROM, Dataset, Stream, StreamContext, check_position, checked_tokenizer
+from qtrain.data.stream import ESTIMATED_FROM, Dataset, Extent, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 COUNTS = ("read", "dropped", "cut", "empty")
@@ -129,6 +129,8 @@ class ExampleStream(Stream):
         self._reader, self._renderer, self._tokenizer = reader, renderer, tokenizer
         self._ctx, self._options, self._flag = ctx, options, flag
         self._fixed = {"shards": reader.shards, "window": options.window, "seq_len": ctx.seq_len, "seed": ctx.seed}
+        share = edges(options.part, options.validation_fraction)
+        self.reads = [Extent(source, *share) for source in reader.source.sources()]
         self._fixed |= {"multiple": ctx.seq_len_multiple, "part": options.part}
         if ctx.seq_len_multiple and ctx.seq_len % ctx.seq_len_multiple:
             raise UserError(

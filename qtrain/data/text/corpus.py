@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -10,26 +10,34 @@ from qtrain.core.checks import Range, check_fields
 from qtrain.core.errors import UserError, nearest
 from qtrain.data.files import text_files
 from qtrain.data.hub_rows import RowReader, RowSource
+from qtrain.data.named_sets import NAMED_SETS, named_set
 from qtrain.data.text.documents import DocumentOrder, Documents
 
 CHUNK_CHARACTERS = 1 << 18
 CHUNK_DOCUMENTS = 256
 
-NAMED_SETS = {
-    "tinystories": ("roneneldan/TinyStories", None),
-    "c4_realnewslike": ("allenai/c4", "realnewslike"),
-    "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-}
-"""Short names of datasets -> hub id and subset."""
+Document = str | tuple[str, str]
+"""A text, or a prompt with its answer, of which the answer is trained on."""
+
+
+class Render(Protocol):
+    """Makes a row of `columns` into a prompt and its answer (`examples.instruct_dataset.Template`)."""
+
+    columns: tuple[str, ...]
+
+    def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]: ...
 
 
 class Corpus(Protocol):
-    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed."""
+    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed.
+    `max_tokens`: how many tokens of it are meant; 0: all. `notes`: lines for the user."""
 
     n_documents: int | None
     fingerprint: str
+    max_tokens: int
+    notes: list[str]
 
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
         chunk and those after it."""
 
@@ -53,6 +61,12 @@ class LocalCorpus:
         self.n_documents = len(self._documents)
         # Names and sizes, not contents: hashing a corpus would take as long as tokenizing it.
         sizes = "".join(f"{file.relative}\0{file.path.stat().st_size}\n" for file in files)
+        self.max_tokens, self.notes = 0, []
+        if any(file.part != "all" for file in files):
+            sizes += f"divided by {validation_fraction}"
+            self.notes = [
+                f"too few files to be split whole: the last {validation_fraction:g} of each are validation data"
+            ]
         self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -74,29 +88,37 @@ class LocalCorpus:
 class HubCorpus:
     """A dataset of the hub, or a local file or folder of the same formats, streamed in its stored order."""
 
-    def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
+    def __init__(
+        self, dataset: str, subset: str | None, split: str, text_column: str, flag: str, template: Render | None = None
+    ):
+        """template: makes rows into prompts with answers; None: documents are those of `text_column`."""
         # A name without a slash is a typo of a short name, or a file.
-        close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
+        named = named_set(dataset)
+        close = nearest(dataset, NAMED_SETS) if "/" not in dataset and named is None else None
         if close:
             raise UserError(
                 f"{flag}: unknown dataset {dataset!r}. Did you mean {close!r}? "
                 f"Allowed: {', '.join(NAMED_SETS)}, or a hub id such as ORG/NAME."
             )
-        name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
-        source = RowSource.of(name, subset or own_subset, split, (text_column,), None)
+        self._template = template
+        self.max_tokens, self.notes = (named.max_tokens, [named.describe()]) if named else (0, [])
+        columns = (text_column,) if template is None else template.columns
+        source = RowSource.of(dataset, subset, split, columns, None, records=template is not None)
+        self._flag = flag
         self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)
         sizes = [os.path.getsize(file) for file in source.local_files()]
         # The hub does not state sizes.
         self.fingerprint = f"{self._reader.shards} files" + (f" of {sizes} bytes" if sizes else "")
 
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         state = state or self._reader.first_cursor()
         while state["epoch"] == 0:
-            texts, after = self._reader.read(state, CHUNK_DOCUMENTS)
-            if texts:
-                yield state, texts
+            rows, after = self._reader.read(state, CHUNK_DOCUMENTS)
+            if rows:
+                yield state, rows if self._template is None else [self._template.fill(row, self._flag) for row in rows]
             state = after
 
     def sample(self) -> Iterator[str]:
-        return (text for _, texts in self.chunks(None) for text in texts)
+        texts = (text for _, texts in self.chunks(None) for text in texts)
+        return (text if isinstance(text, str) else "".join(text) for text in texts)

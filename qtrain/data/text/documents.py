@@ -8,6 +8,7 @@ that: it permutes blocks (files, row groups), takes as many at a time as fit the
 within them. Without such files that is one permutation of all documents.
 """
 
+import dataclasses
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Block:
     row_group: int | None = None  # .parquet
     cached: bool = False  # read through the cache of decoded rows
     decoded_bytes: int = 0  # their size there; 0 of an .arrow file, whose memory the system manages
+    skip: int = 0  # documents that are stored before the first
+    cut: bool = False  # whether of its only document a part of the text is meant
 
 
 class Documents:
@@ -57,7 +60,7 @@ class Documents:
         self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()  # decoded blocks, last used at the end
         self._sizes: dict[int, int] = {}
         for file in files:
-            self.blocks += self._open(file)
+            self.blocks += _part(self._open(file), file)
         # int64 [blocks]: the first document after each block
         self._ends = np.cumsum([block.count for block in self.blocks], dtype=np.int64)
         if len(self) == 0:
@@ -112,13 +115,13 @@ class Documents:
         """Text of document `index`; may be empty. Raises BadRecord."""
         at = int(np.searchsorted(self._ends, index, side="right"))  # the block that holds the document
         block = self.blocks[at]
-        row = index - (int(self._ends[at]) - block.count)
+        row = index - (int(self._ends[at]) - block.count) + block.skip
         try:
             if block.cached:
-                return self._row(at, row)
-            if block.starts is not None:
-                return self._read_line(block, row)
-            return self._text(block.file.path)
+                text = self._row(at, row)
+            else:
+                text = self._read_line(block, row) if block.starts is not None else self._text(block.file.path)
+            return _cut(text, block.file) if block.cut else text
         except OSError as error:
             raise UserError(
                 f"{self._flag}: cannot read {block.file.path}: {first_line(error.strerror or error)}"
@@ -248,6 +251,31 @@ class DocumentOrder:
             size += block_size
         self._window_ends = self._ends[[*cuts, len(self._ends) - 1]]
         self._epoch = epoch
+
+
+def _part(blocks: list[Block], file: TextFile) -> list[Block]:
+    """The documents that are in the file's part: of two or more each part has one at least."""
+    count = sum(block.count for block in blocks)
+    if file.part == "all" or count == 0:
+        return blocks
+    if count == 1:
+        return [dataclasses.replace(block, cut=True) for block in blocks if block.count]
+    edge = min(max(1, round(count * (1 - file.validation_fraction))), count - 1)
+    first, last = (0, edge) if file.part == "train" else (edge, count)
+    kept, before = [], 0
+    for block in blocks:
+        skip, end = max(first - before, 0), min(last - before, block.count)
+        if skip < end:
+            kept.append(dataclasses.replace(block, skip=skip, count=end - skip))
+        before += block.count
+    return kept
+
+
+def _cut(text: str, file: TextFile) -> str:
+    """The part of a file's only document: divided before a line, where it has lines."""
+    edge = round(len(text) * (1 - file.validation_fraction))
+    edge = text.rfind("\n", 0, edge) + 1 or edge
+    return text[:edge] if file.part == "train" else text[edge:]
 
 
 def _cached_size(rows: "pyarrow.ChunkedArray", path: Path) -> int:

@@ -61,9 +61,15 @@ class Manifest:
     complete: bool = False
     cursor: dict[str, Any] | None = None
     format: str = "qtrain-tokens-1"
+    layout: str = "raw"
+    """Of the shards: raw ids, or a program's with a header (`shards.shard_header`)."""
+    masked: bool = False
+    """Whether a bit of each id follows the ids."""
 
     def write(self, folder: Path) -> None:
         record = {"format": self.format, **asdict(self)}
+        if self.layout == "raw":  # as it was before there were others
+            del record["layout"], record["masked"]
         # A complete folder says the same, however often its tokenization was interrupted.
         if self.cursor is None:
             del record["cursor"]

@@ -79,6 +79,7 @@ class MixStream(Stream):
         self._thresholds = [t / sum(weights) for t in accumulate(weights)]  # cumulative, in [0, 1]
         self._fixed = {"weights": weights, "seed": ctx.seed}
         self.files = [path for stream in streams for path in stream.files]
+        self.reads = [extent for stream in streams for extent in stream.reads]
         self._sample = 0
 
     def next_sample(self) -> Sample:

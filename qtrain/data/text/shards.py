@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrain.core.errors import UserError
+from qtrain.core.hub import HUB_DATASETS, hub_folder
 from qtrain.core.reading import refuse_special
 from qtrain.data.files import as_list, data_path, match_files
 from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
@@ -28,6 +29,8 @@ HEADER_BYTES = 1024
 LLMQ_MAGIC = b"BIN.TOK\n"
 LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """llm.c's magics -> version and dtype: GPT-2's tokens, Llama 3's tokens."""
+LAYOUTS = ("raw", "llmq", "llmc")
+"""Of shards that `shard_header` can begin."""
 OTHER_FILES = {
     **{n.to_bytes(4, "little"): "a model of llm.c" for n in (20240326, 20240803)},
     **{n.to_bytes(4, "little"): "a state of llm.c" for n in (20240327, 20240527)},
@@ -41,6 +44,25 @@ OTHER_FILES = {
     b"\x1f\x8b\x08": "compressed with gzip",
 }
 """First bytes of files that are no raw tokens, though they may have the ending .bin."""
+
+
+def shard_dtype(layout: str, vocab_size: int) -> str:
+    """The dtype of ids in a layout. llm.q reads 4 bytes only; llm.c has a magic for either size."""
+    return "uint32" if layout == "llmq" or vocab_size > 1 << 16 else "uint16"
+
+
+def shard_header(layout: str, dtype: str, tokens: int, vocab_size: int, masked: bool = False) -> bytes:
+    """What a shard of `tokens` ids begins with."""
+    if layout == "raw":
+        return b""
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    if layout == "llmq":
+        header[:2] = np.frombuffer(LLMQ_MAGIC, "<i4")
+        header[2:7] = [2, DTYPES[dtype], tokens, vocab_size, masked]
+    else:
+        magic, version = next((magic, version) for magic, (version, of) in LLMC.items() if of == dtype)
+        header[:3] = [magic, version, tokens]
+    return header.tobytes()
 
 
 @dataclass(frozen=True)
@@ -68,6 +90,8 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
     shards: list[Shard] = []
     manifests: dict[Path, Manifest] = {}
     for entry in as_list(dataset_dir):
+        if entry.startswith(HUB_DATASETS):
+            entry = str(hub_folder(entry, flag))
         folder = data_path(entry, flag)
         if folder.is_dir() and os.path.lexists(folder / FILE_NAME):
             # In the order that they were written.
@@ -102,7 +126,7 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
             header = stream.read(HEADER_BYTES)
     except OSError as error:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
-    if manifest is not None:
+    if manifest is not None and manifest.layout == "raw":
         shard = _listed(path, manifest, flag)
     elif header.startswith(LLMQ_MAGIC) or int.from_bytes(header[:4], "little") in LLMC:
         if len(header) < HEADER_BYTES:
@@ -117,11 +141,13 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
             raise UserError(f"{flag}: {path} is not a file of uint16 tokens: it has {size} bytes. Is it truncated?")
         shard = Shard(path, size // 2, "uint16")
     if size != shard.size:
-        source = "the manifest" if manifest is not None else "its header"
+        source = "the manifest" if shard.offset == 0 and manifest is not None else "its header"
         raise UserError(
             f"{flag}: {path} has {size} bytes, but {source} says {shard.tokens} tokens, {shard.size} bytes. "
             "It is truncated or damaged: write or copy it again."
         )
+    if manifest is not None and shard.tokens != _listed(path, manifest, flag).tokens:
+        raise UserError(f"{flag}: {path} has {shard.tokens} tokens, but the manifest says otherwise; copy it again.")
     return shard
 
 

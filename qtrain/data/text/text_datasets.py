@@ -15,7 +15,7 @@ import numpy as np
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
-from qtrain.data.files import text_files
+from qtrain.data.files import edges, text_files
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import (
@@ -23,6 +23,7 @@ from qtrain.data.stream import (
     ESTIMATED_FROM,
     SKIPPED,
     Dataset,
+    Extent,
     Stream,
     StreamContext,
     check_position,
@@ -153,7 +154,7 @@ class TextDataset(Dataset):
     part: Literal["all", "train", "validation"] | None = None
     """another name for split"""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """share of the files in the validation split"""
+    """share of the files in the validation split; of few files, of the documents in each"""
     text_column: str = "text"
     """column or key that holds the text"""
     bad_records: Literal["stop", "skip"] = "stop"
@@ -170,6 +171,7 @@ class TextDataset(Dataset):
         skip = self.bad_records == "skip"
         stream = TextStream(Documents(files, self.text_column, flag, skip), ctx, tokenizer, flag, skip)
         stream.files = [file.path for file in files]
+        stream.reads = [Extent(str(f.path.resolve()), *edges(f.part, f.validation_fraction)) for f in files]
         return stream
 
 
@@ -255,6 +257,7 @@ class HfTextStream(PackedStream):
         self._reader, self._window = reader, window
         fixed = {"shards": reader.shards, "shuffle_buffer": window}
         super().__init__(ctx, tokenizer, {**reader.first_cursor(), "index": 0}, fixed, flag)
+        self.reads = [Extent(source) for source in reader.source.sources()]
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
         start = {key: value for key, value in cursor.items() if key != "index"}  # RowReader's part

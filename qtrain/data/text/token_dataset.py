@@ -10,7 +10,7 @@ import numpy as np
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position, check_same_tokenizer
+from qtrain.data.stream import DATASETS, Dataset, Extent, Stream, StreamContext, check_position, check_same_tokenizer
 from qtrain.data.text.manifest import FILE_NAME, Manifest, check_tokenizer_files, damaged_shard
 from qtrain.data.text.shards import Shard, TokenArray, find_shards
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +22,7 @@ class TokenDataset(Dataset):
     """Shards of token ids: tokenize_data.py's, raw uint16, llm.q's (with masks) and llm.c's"""
 
     dataset_dir: str | list[str]
-    """folders, .bin files or globs"""
+    """folders, .bin files or globs; of a dataset of the hub hf://datasets/OWNER/NAME/FOLDER"""
     tokenizer: str | None = None
     """tokenizer of the ids, where no manifest names it"""
     verify: bool = False
@@ -73,6 +73,7 @@ class TokenStream(Stream):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
         self._windows = self.samples_per_epoch = (len(tokens) - 1) // ctx.seq_len  # - 1: the last window needs a label
         self.files = [shard.path for shard in tokens.shards]
+        self.reads = [Extent(str(path.resolve())) for path in self.files]
         self._taken = 0
         self._epoch, self._order = -1, Permutation(1)
 

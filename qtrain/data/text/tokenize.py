@@ -23,28 +23,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qtrain.core.checksums import sha256_of
 from qtrain.core.errors import UserError
-from qtrain.data.text.corpus import Corpus
+from qtrain.data.text.corpus import Corpus, Document
 from qtrain.data.text.manifest import Manifest, ShardEntry, damaged_shard, publish
+from qtrain.data.text.shards import shard_header
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """A chunk's ids [n], its number of non-empty documents, and the corpus state at its start."""
+    """A chunk's ids [n], its number of non-empty documents, and the corpus state at its start. trained: bool [n],
+    whether each position's target, the next id, is trained on; None: all are."""
 
     state: dict[str, Any]
     ids: np.ndarray
     documents: int
-
-
-def dtype_for(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+    trained: np.ndarray | None = None
 
 
 def tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, manifest: Manifest, shard_tokens: int, n_procs: int
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    manifest: Manifest,
+    shard_tokens: int,
+    n_procs: int,
+    max_tokens: int = 0,
 ) -> tuple[Manifest, float]:
-    """Write into `folder` the shards that `manifest` (new, or of an interrupted run) lacks.
+    """Write into `folder` the shards that `manifest` (new, or of an interrupted run) lacks; with `max_tokens` no more
+    than as many in all.
 
     Returns the complete manifest and the tokens per second. UserError when the disk is full or there is no text."""
     cursor = manifest.cursor or {"source": None, "documents": 0, "tokens": 0}
@@ -53,11 +60,16 @@ def tokenize(
     documents, skip = cursor["documents"], cursor["tokens"]
     try:
         with TokenizeProgress(f"tokenizing {folder}", corpus.n_documents, documents) as progress:
+            left = max_tokens - manifest.tokens if max_tokens else sys.maxsize
             for chunk in chunks:
+                chunk = chunk._replace(ids=chunk.ids[: skip + left])
+                left -= len(chunk.ids) - skip
                 writer.write(chunk, documents, skip)
                 documents += chunk.documents
                 progress.advance(chunk.documents, len(chunk.ids) - skip)
                 skip = 0  # only the first chunk was begun by an earlier run
+                if not left:
+                    break
             manifest.documents = documents
             writer.finish()
     except OSError as error:
@@ -73,6 +85,7 @@ class ShardWriter:
     def __init__(self, folder: Path, manifest: Manifest, shard_tokens: int):
         self._folder, self._manifest, self._shard_tokens = folder, manifest, shard_tokens
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._vocab_size = manifest.tokenizer.get("vocab_size", 0)
         self._stream: Any = None
 
     def write(self, chunk: Encoded, documents_before: int, skip: int) -> None:
@@ -81,9 +94,9 @@ class ShardWriter:
             if self._stream is None:
                 self._begin()
             ids = chunk.ids[skip : skip + self._shard_tokens - self._tokens]  # what still fits into this shard
-            data = ids.astype(self._dtype).tobytes()
-            self._stream.write(data)
-            self._sha256.update(data)
+            self._append(ids.astype(self._dtype).tobytes())
+            if chunk.trained is not None:
+                self._trained.append(chunk.trained[skip : skip + len(ids)])
             self._tokens += len(ids)
             self._max = max(self._max, int(ids.max()))
             skip += len(ids)
@@ -105,16 +118,35 @@ class ShardWriter:
     def _begin(self) -> None:
         self._name = f"tokens_{len(self._manifest.shards):05d}.bin"
         self._stream = (self._folder / f"{self._name}.tmp").open("wb")
-        self._sha256, self._tokens, self._max = hashlib.sha256(), 0, 0
+        self._sha256, self._tokens, self._max, self._trained = hashlib.sha256(), 0, 0, []
+        # Of a full shard: only the last one has fewer tokens.
+        self._append(self._header(self._shard_tokens))
+
+    def _append(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._sha256.update(data)
+
+    def _header(self, tokens: int) -> bytes:
+        manifest = self._manifest
+        return shard_header(manifest.layout, manifest.dtype, tokens, self._vocab_size, manifest.masked)
 
     def _end(self) -> None:
+        if self._trained:
+            self._append(np.packbits(np.concatenate(self._trained), bitorder="little").tobytes())
+        temporary = self._folder / f"{self._name}.tmp"
+        sha256 = self._sha256.hexdigest()
+        if (header := self._header(self._tokens)) and self._tokens != self._shard_tokens:
+            self._stream.seek(0)
+            self._stream.write(header)
+            self._stream.flush()
+            sha256 = sha256_of(temporary)
         # fsync before the rename: a shard that has its final name is whole, also after a power cut
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
         self._stream = None
-        publish(self._folder / f"{self._name}.tmp", self._folder / self._name)
-        self._manifest.shards.append(ShardEntry(self._name, self._tokens, self._sha256.hexdigest()))
+        publish(temporary, self._folder / self._name)
+        self._manifest.shards.append(ShardEntry(self._name, self._tokens, sha256))
         self._manifest.tokens += self._tokens
         self._manifest.max_token_id = max(self._manifest.max_token_id, self._max)
 
@@ -181,11 +213,23 @@ def _exit_with(parent: int) -> None:
     os._exit(1)
 
 
-def _encode(texts: list[str]) -> tuple[np.ndarray, int]:
-    texts = [text for text in texts if text]
-    ends = [_tokenizer.eos_id]
-    ids = [np.array(ids + ends, dtype=_dtype) for ids in _tokenizer.encode_batch(texts)]  # each document ended by eos
-    return np.concatenate(ids) if ids else np.empty(0, _dtype), len(texts)
+def _encode(texts: list[Document]) -> tuple[np.ndarray, int, np.ndarray | None]:
+    """The ids of the documents that are not empty, each ended by eos; their number; which targets are trained on."""
+    documents = [(text,) if isinstance(text, str) else text for text in texts]
+    documents = [parts for parts in documents if parts[-1]]
+    encoded = iter(_tokenizer.encode_batch([part for parts in documents for part in parts]))
+    ids, trained = [], []
+    for parts in documents:
+        *prompt, answer = (next(encoded) for _ in parts)
+        before = [i for part in prompt for i in part]
+        ids.append(np.array([*before, *answer, _tokenizer.eos_id], dtype=_dtype))
+        # By the position before each id; what follows the end is another document's prompt.
+        learned = np.arange(len(ids[-1])) >= len(before)
+        trained.append(np.append(learned[1:], False))
+    masked = any(len(parts) > 1 for parts in documents)
+    if not documents:
+        return np.empty(0, _dtype), 0, None
+    return np.concatenate(ids), len(documents), np.concatenate(trained) if masked else None
 
 
 PLAIN_INTERVAL_S = 5.0

@@ -1,4 +1,4 @@
-"""A language model's data: the training stream, opened once, and the windows for evaluation."""
+"""A language model's data: the training stream, opened once."""
 
 import zlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from qtrain.comm.ranks import first_difference, from_rank_0
 from qtrain.core.checks import shown
 from qtrain.core.errors import NotHere, UserError
-from qtrain.data.batch import Batch, Sample
+from qtrain.data.batch import Sample
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     Stream,
@@ -17,13 +17,14 @@ from qtrain.data.stream import (
     count_samples,
     dataset_tokenizer,
     dataset_tokenizes,
-    eval_batches,
     open_stream,
+    tokenizer_needed,
     with_chat_template,
 )
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import ModelSource
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.eval.language import EvaluationData, load_evaluation
 from qtrain.train.log.status import epochs, short_number
 from qtrain.train.plan.checked_settings import CheckedSettings, count_steps
 from qtrain.train.settings.settings import LanguageSettings
@@ -53,7 +54,6 @@ class TextData:
     context: StreamContext
     tokenizer: Tokenizer | None
     stream: Stream
-    eval_windows: list[Batch]
     absent: str = ""
     """With --dry_run, why there are no data: a plan is made without them."""
 
@@ -75,6 +75,26 @@ class TextData:
             size = f"some {short_number(about)} sequences, estimated from a part of them"
             lines.append(f"about {epochs(read / about)} of the training data ({size})")
         return lines
+
+    def evaluation(self) -> EvaluationData:
+        """What evaluations ask. Raises UserError; with --dry_run data that are not here are left out."""
+        settings = self.settings
+        if self.absent:
+            return EvaluationData(ctx=self.context)
+        try:
+            return load_evaluation(
+                settings,
+                self.context,
+                settings.eval_ds,
+                "--eval_ds",
+                settings.eval_sequences,
+                trained_on=self.stream.reads,
+                needs_tokenizer=["--lm_eval"] if settings.lm_eval else [],
+            )
+        except NotHere as error:
+            if not settings.dry_run:
+                raise
+            return EvaluationData(ctx=self.context, notes=(f"{error} {PLANNED_WITHOUT}",))
 
     @property
     def exported_tokenizer(self) -> Tokenizer | None:
@@ -109,8 +129,7 @@ def open_text(
     model_tokenizer: bool = False,
     seq_len_multiple: int = 0,
 ) -> TextData:
-    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError; with --dry_run data
-    that are not here are left out.
+    """Open --train_ds and read its first sample. Raises UserError; with --dry_run data that are not here are left out.
 
     model_tokenizer: use the model's tokenizer if the data name none. seq_len_multiple: see `StreamContext`.
     """
@@ -122,7 +141,7 @@ def open_text(
             raise
         if settings.n_steps is None:
             raise UserError(f"{error} Without data --n_epochs is no number of steps; give --n_steps.") from None
-        return TextData(checked, StreamContext(settings.seq_len), None, AbsentStream(), [], str(error))
+        return TextData(checked, StreamContext(settings.seq_len), None, AbsentStream(), str(error))
 
 
 def _open_text(
@@ -137,7 +156,7 @@ def _open_text(
     ):
         tokenizer = _tokenizer_of_model(architecture.source)
     if settings.doc_mask and tokenizer is None:
-        raise tokenizer_needed("--doc_mask")
+        raise tokenizer_needed("--train_ds", "--doc_mask")
     if settings.doc_mask and tokenizer.eos_id is None:
         raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
     context = StreamContext(
@@ -153,12 +172,8 @@ def _open_text(
     first = stream.next_sample()  # refuses what cannot be read before anything is allocated
     stream.seek(start)
     _check_alike({**start, "its first sample": zlib.crc32(first.tokens.tobytes())})
-    windows = []
-    if settings.eval_ds is not None:
-        sequences = settings.eval_sequences
-        windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
     checked = count_steps(checked, _steps_of_epochs(settings, stream, context))
-    return TextData(checked, context, tokenizer, stream, windows)
+    return TextData(checked, context, tokenizer, stream)
 
 
 def _steps_of_epochs(settings: LanguageSettings, stream: Stream, context: StreamContext) -> int:
@@ -185,11 +200,6 @@ def _check_alike(data: Mapping[str, Any]) -> None:
             f"--train_ds: rank {number} reads other data than rank 0: {what} is {shown(its)} there and {shown(first)} "
             "on rank 0. Give all processes the same files."
         )
-
-
-def tokenizer_needed(flags: str) -> UserError:
-    """The error for training data without a tokenizer, which `flags` need."""
-    return UserError(f'--train_ds: it does not say its tokenizer, needed for {flags}; add "tokenizer":"NAME" to it.')
 
 
 def _tokenizer_of_model(source: ModelSource) -> Tokenizer:

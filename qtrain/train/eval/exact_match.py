@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -35,6 +35,13 @@ class WrittenQuestion:
     answer: str
 
 
+class Graded(NamedTuple):
+    """The fraction of right answers, and the first of them to show: (prompt, answer with the expected one)."""
+
+    accuracy: float
+    samples: list[tuple[str, str]]
+
+
 def final_answer(text: str) -> str | None:
     """The final answer of a solution: what follows a marker (####, "The answer is:", a box), else the last number."""
     # The last one counts: a solution may repeat the marker in its reasoning.
@@ -55,15 +62,15 @@ def _normalized(text: str) -> str:
 
 
 def load_written_questions(
-    spec: Mapping[str, Any] | None, ctx: StreamContext, count: int, longest: int
+    spec: Mapping[str, Any] | None, ctx: StreamContext, count: int, flag: str = "--eval_ds"
 ) -> list[WrittenQuestion]:
-    """The first `count` questions of --eval_ds whose prompts leave room in `longest` tokens; `ctx` is the training's.
+    """The first `count` questions of `flag` whose prompts leave room in ctx.seq_len tokens; `ctx` has a tokenizer.
 
     UserError without a dataset, or one without prompts and answers, or none whose answer can be checked."""
     if spec is None:
-        raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
+        raise UserError(f"--accuracy: questions come from {flag}; give that, or leave --accuracy out.")
     # The same questions at every evaluation, whatever the seed of the run.
-    flag, ctx = "--eval_ds", dataclasses.replace(ctx, seed=0, shuffle=False)
+    ctx = dataclasses.replace(ctx, seed=0, shuffle=False)
     dataset = DATASETS.make_typed(spec, flag)
     if not isinstance(dataset, ExampleDataset):
         raise UserError(f"--accuracy: {flag} holds no prompts and answers; give one of type instruct or chat.")
@@ -73,7 +80,9 @@ def load_written_questions(
     # As the training data begin their examples.
     begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
     pairs = zip(texts, prompts, strict=True)
-    questions = [WrittenQuestion(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < longest]
+    questions = [
+        WrittenQuestion(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < ctx.seq_len
+    ]
     if not questions:
         raise UserError(f"--accuracy: {flag} has no question whose answer can be checked and that fits --seq_len.")
     return questions
@@ -99,29 +108,12 @@ def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuest
     return [answers[i] for i in range(len(questions))]
 
 
-@dataclass(kw_only=True)
-class FinetuneEvaluation:
-    """Called by the training loop: validation loss, and accuracy over questions, if there are any."""
-
-    model: nn.Module
-    validation_loss: Callable[[], float] | None
-    tokenizer: Tokenizer
-    questions: Sequence[WrittenQuestion]
-    max_new_tokens: int
-
-    def __call__(self) -> dict[str, Any]:
-        """`eval_loss`, `accuracy` (a fraction), `samples` [(prompt, answer with the expected one)]."""
-        found: dict[str, Any] = {}
-        if self.validation_loss is not None:
-            found["eval_loss"] = self.validation_loss()
-        if self.questions:
-            answers = ask(self.model, self.tokenizer, self.questions, self.max_new_tokens)
-            correct = [
-                final_answer(given) == final_answer(q.answer) for q, given in zip(self.questions, answers, strict=True)
-            ]
-            found["accuracy"] = sum(correct) / len(correct)
-            found["samples"] = [
-                (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
-                for q, given, ok in list(zip(self.questions, answers, correct, strict=True))[:SHOWN]
-            ]
-        return found
+def graded(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], longest: int) -> Graded:
+    """Ask all questions, answers of at most `longest` tokens."""
+    answers = ask(model, tokenizer, questions, longest)
+    right = [final_answer(given) == final_answer(q.answer) for q, given in zip(questions, answers, strict=True)]
+    shown = [
+        (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
+        for q, given, ok in list(zip(questions, answers, right, strict=True))[:SHOWN]
+    ]
+    return Graded(sum(right) / len(right), shown)

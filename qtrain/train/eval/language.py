@@ -1,54 +1,138 @@
-"""Evaluation of a language model: the mean loss over validation windows, HellaSwag, sampled text."""
+"""Evaluation of a language model: the mean loss over validation windows, HellaSwag, exact answers, sampled text.
 
-from collections.abc import Iterable, Sequence
+`load_evaluation` reads all that it asks, and refuses what cannot be asked, before a model is built.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from qtrain.data.batch import Batch
+from qtrain.data.stream import (
+    EvalWindows,
+    Extent,
+    StreamContext,
+    all_eval_batches,
+    eval_batches,
+    shared_sources,
+    tokenizer_needed,
+)
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import generate
 from qtrain.train.eval import hellaswag
+from qtrain.train.eval.exact_match import WrittenQuestion, graded, load_written_questions
+from qtrain.train.settings.evaluation import EvaluationSettings
 from qtrain.train.step.forward import Forward
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class EvaluationData:
+    """What is asked of a model: empty windows and questions are skipped. `ctx`: its sequences and tokenizer."""
+
+    ctx: StreamContext
+    windows: Callable[[], Iterable[Batch]] | None = None
+    """Those of an evaluation, the same ones each time; None: there are no data."""
+    all_windows: Callable[[], Iterable[Batch]] | None = None
+    """Every window of the data."""
+    questions: Sequence[hellaswag.HellaSwagQuestion] = ()
+    written: Sequence[WrittenQuestion] = ()
+    """Questions that are answered in words."""
+    notes: tuple[str, ...] = ()
+    """Lines for the plan."""
+
+
+def load_evaluation(
+    settings: EvaluationSettings,
+    ctx: StreamContext,
+    data: Mapping[str, Any] | None,
+    flag: str,
+    sequences: int,
+    trained_on: Sequence[Extent] = (),
+    needs_tokenizer: Sequence[str] = (),
+) -> EvaluationData:
+    """What is asked with `data`, the value of `flag`, of which the first `sequences` windows count; 0: all.
+    trained_on: what the model has seen. needs_tokenizer: further flags that need one. Raises UserError."""
+    asked = [name for name in ("sample_prompts", "hellaswag", "accuracy") if getattr(settings, name)]
+    needs = [*(f"--{name}" for name in asked), *needs_tokenizer]
+    if needs and ctx.tokenizer is None:
+        raise tokenizer_needed("--train_ds" if flag == "--eval_ds" else flag, " and ".join(needs))
+    windows, questions, written = EvalWindows([], 0), [], []
+    everything = partial(all_eval_batches, data or {}, ctx, ctx.micro_batch_size, flag)
+    if data is not None:
+        # With all of them, one shows that there are some.
+        windows = eval_batches(data, ctx, ctx.micro_batch_size, sequences or 1, flag)
+    if settings.hellaswag:
+        source_flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
+        limit = settings.hellaswag_limit or None
+        questions = hellaswag.load_hellaswag(settings.hellaswag_file or "hub", limit, source_flag)
+    if settings.accuracy:
+        written = load_written_questions(data, ctx, settings.accuracy, flag)
+    return EvaluationData(
+        ctx=ctx,
+        windows=None if data is None else everything if not sequences else lambda: windows.batches,
+        all_windows=None if data is None else everything,
+        questions=questions,
+        written=written,
+        notes=training_data_notes(windows.reads, trained_on, flag),
+    )
+
+
+def training_data_notes(reads: Sequence[Extent], trained_on: Sequence[Extent], flag: str) -> tuple[str, ...]:
+    """A warning where evaluation data are, or lie within, training data."""
+    shared = shared_sources(reads, trained_on)
+    if not shared:
+        return ()
+    what = f"{shared[0]}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}"
+    how_many = "all" if len(shared) == len(reads) else f"{len(shared)} of {len(reads)} sources"
+    return (
+        f"warning: {how_many} of {flag} is also read by --train_ds ({what}): its loss is not that of held-out data",
+    )
+
+
+@dataclass
 class LanguageEvaluation:
-    """Called by the training loop. Empty windows, questions or prompts are skipped."""
+    """Called by the training loop. Nothing is measured that `data` and the prompts of `settings` do not have."""
 
     model: nn.Module
     forward: Forward
-    windows: Sequence[Batch]
-    tokenizer: Tokenizer | None
-    questions: Sequence[hellaswag.HellaSwagQuestion]
-    prompts: Sequence[str]
-    sample_tokens: int
-    seq_len: int
-    seed: int
+    data: EvaluationData
+    settings: EvaluationSettings
+    seed: int = 0
+    """Of sampled text."""
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss`, `hellaswag` and `hellaswag_norm` (accuracies), `samples` [(prompt, continuation)]."""
+        """`eval_loss`, `hellaswag`, `hellaswag_norm` and `accuracy` (fractions), `samples` [(prompt, continuation)]."""
         found: dict[str, Any] = {}
-        if self.windows:
-            found["eval_loss"] = mean_loss(self.model, self.forward, self.windows)
-        if self.questions:
+        data, settings, samples = self.data, self.settings, []
+        if data.windows is not None:
+            found["eval_loss"] = mean_loss(self.model, self.forward, data.windows())
+        if data.questions:
             score = self._hellaswag()
             found |= {"hellaswag": score.accuracy, "hellaswag_norm": score.accuracy_norm}
-        if self.prompts:
-            found["samples"] = sample_texts(self.model, self.tokenizer, self.prompts, self.sample_tokens, self.seed)
-        return found
+        if data.written:
+            found["accuracy"], samples = graded(self.model, data.ctx.tokenizer, data.written, settings.answer_tokens)
+        if settings.sample_prompts:
+            length, tokenizer = settings.sample_tokens, data.ctx.tokenizer
+            samples = [*samples, *sample_texts(self.model, tokenizer, settings.sample_prompts, length, self.seed)]
+        return found | ({"samples": samples} if samples else {})
+
+    def over_all(self) -> dict[str, float]:
+        """`final_eval_loss`, over every window of the data."""
+        return {"final_eval_loss": mean_loss(self.model, self.forward, self.data.all_windows())}
 
     def _hellaswag(self) -> hellaswag.Score:
         was_training = self.model.training
         self.model.eval()
         score = hellaswag.evaluate_hellaswag(
             self.model,
-            self.tokenizer,
-            self.questions,
+            self.data.ctx.tokenizer,
+            self.data.questions,
             batch_size=16,
-            max_len=self.seq_len,
+            max_len=self.data.ctx.seq_len,
             device=next(self.model.parameters()).device,
         )
         self.model.train(was_training)

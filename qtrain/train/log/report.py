@@ -160,6 +160,7 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Final loss", "loss", last, lambda value, _: f"{value:.4f}")
     add("Final validation loss", "eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
+    add("Loss over all validation data", "final_eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("HellaSwag, length-normalized", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")

@@ -11,6 +11,7 @@ def listing(vision: bool = False) -> str:
     vision: timm's models instead of the language models."""
     # Imported here: a command that lists nothing need not wait for torch.
     from qtrain.data.images.images import IMAGE_SETS
+    from qtrain.data.named_sets import NAMED_SETS
     from qtrain.data.stream import DATASETS
     from qtrain.data.tokenizers.tokenizer import TOKENIZERS
     from qtrain.models import list_models
@@ -22,6 +23,10 @@ def listing(vision: bool = False) -> str:
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
         _block("optimizers of other libraries (--optim torch.NAME, ...)", OPTIMIZERS.describe_libraries()),
         _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
+        _block(
+            "datasets of the hub (tokenize_data.py --dataset, the dataset of hf_text)",
+            [(name, known.describe()) for name, known in NAMED_SETS.items()],
+        ),
         _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
         _block("GPUs that --dry_run can plan for (--gpu)", _gpus()),

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from qtrain.core.checks import Range
 from qtrain.core.config import GivenNames, JsonDict, JsonNames
 from qtrain.core.errors import UserError
+from qtrain.train.settings.evaluation import EvaluationSettings
 
 Count = Annotated[int, Range(1)]
 CountOrZero = Annotated[int, Range(0)]
@@ -36,8 +37,8 @@ class TrainSettings:
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
         "schedule": "n_epochs n_steps max_hours lr_schedule_kwargs",
-        "evaluation": "eval_ds eval_interval early_stopping eval_sequences eval_images sample_prompts sample_tokens "
-        "hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
+        "evaluation": "eval_ds eval_interval early_stopping eval_sequences eval_images final_eval sample_prompts "
+        "sample_tokens hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export run_name "
         "runs_dir",
         "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
@@ -204,7 +205,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class LanguageSettings(TrainSettings):
+class LanguageSettings(EvaluationSettings, TrainSettings):
     """Settings of a language model's training run."""
 
     model_impl: Literal["native", "hf"] = "native"
@@ -221,6 +222,11 @@ class LanguageSettings(TrainSettings):
     """Tokens per sequence."""
     eval_sequences: Count = 128
     """Sequences of --eval_ds per evaluation, the same ones each time."""
+    final_eval: Literal["sample", "all"] = "sample"
+    """After the last step; all: also the loss over the whole of --eval_ds, each sequence once, as final_eval_loss."""
+    lm_eval: str | None = None
+    """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end; base: the eight
+    of a base model (ARC, BoolQ, COPA, HellaSwag, OpenBookQA, PIQA, WinoGrande)."""
     fit: Literal["off", "auto"] = "off"
     """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
     --loss_chunks, --mlp_chunks, --weight_codes, --recompute and --offload, as far as they are not given."""

@@ -33,6 +33,31 @@ def test_reads_every_document_in_any_order(write, tmp_path, monkeypatch):
         assert documents.read(index) == texts[index]
 
 
+@pytest.mark.parametrize("write", [write_files, write_jsonl, write_parquet])
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.3, 0.999])
+def test_one_file_is_divided_by_its_documents(write, fraction, tmp_path):
+    write(tmp_path)
+    file = str(min(path for path in tmp_path.rglob("*") if path.is_file()))
+    both = [Documents(text_files(file, part, fraction, "x"), "text", "x") for part in ("train", "validation")]
+    whole = Documents(text_files(file, "all", fraction, "x"), "text", "x")
+    first, last = ([part.read(i) for i in range(len(part))] for part in both)
+    everything = [whole.read(i) for i in range(len(whole))]
+    assert first and last and "".join([*first, *last]) == "".join(everything)
+    if len(everything) > 1:
+        assert [*first, *last] == everything and abs(len(last) - fraction * len(everything)) <= 1
+    elif fraction < 0.9:
+        assert first[0].endswith("\n") and fraction * len(everything[0]) <= len(last[0]) + 1
+
+
+def test_several_files_that_would_all_be_in_one_split_are_divided(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("".join(f"{line}\n" for line in range(20)))
+    train, held = (text_files(str(tmp_path), part, 1e-9, "x") for part in ("train", "validation"))
+    assert [file.path for file in train] == [file.path for file in held] and len(train) == 3
+    with pytest.raises(UserError, match="none of the 3 files is in the split 'validation'"):
+        text_files(str(tmp_path), "validation", 0, "x")
+
+
 ENDINGS = ["", ".gz", ".zst", ".bz2", ".xz"]
 COMPRESSED = [(form, ending) for form in (".jsonl", ".json", ".csv") for ending in ENDINGS[1:]]
 

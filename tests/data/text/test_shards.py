@@ -60,6 +60,21 @@ def test_tokens_and_masks_of_every_format(kind, tmp_path):
             assert trained is None
 
 
+def test_a_folder_of_the_hub_is_read_like_a_local_one(tmp_path, monkeypatch):
+    write_raw(tmp_path / "tinystories_train/0.bin", TOKENS)
+    asked = []
+
+    def snapshot(repo, repo_type, allow_patterns):
+        asked.append((repo, repo_type, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for inner in ("tinystories_train", "tinystories_train/*.bin"):
+        shards, _ = find_shards(f"hf://datasets/gaunernst/tokenized-datasets/{inner}", "--train_ds")
+        assert np.array_equal(TokenArray(shards, "--train_ds").read(0, 1003)[0], TOKENS)
+        assert asked.pop() == ("gaunernst/tokenized-datasets", "dataset", [inner, f"{inner}/*"])
+
+
 def test_formats_mix_in_one_array(tmp_path):
     files = [write_raw(tmp_path / "a.bin", TOKENS[:10]), write_llmq(tmp_path / "b.bin", TOKENS[10:37], TRAINED[10:37])]
     files += [ours(tmp_path / "c", TOKENS[:700]), write_llmc(tmp_path / "d.bin", TOKENS[900:])]

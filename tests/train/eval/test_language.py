@@ -4,22 +4,26 @@ import pytest
 import torch
 
 from qtrain.data.batch import Batch
+from qtrain.data.stream import StreamContext
 from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
+from qtrain.train.eval.exact_match import WrittenQuestion
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
-from qtrain.train.eval.language import LanguageEvaluation, mean_loss
+from qtrain.train.eval.language import EvaluationData, LanguageEvaluation, mean_loss
+from qtrain.train.settings.evaluation import EvaluationSettings
 from qtrain.train.step.forward import language_forward
 from tests.system import TINY
 
 QUESTIONS = [HellaSwagQuestion("a b", ("c", "d e", "f"), 1), HellaSwagQuestion("the end of", ("x", "y"), 0)]
 
+WRITTEN = [WrittenQuestion("1 + 1 = ", [49, 43, 49, 61], "2")]
+
 
 def evaluation(**given) -> LanguageEvaluation:
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=0)
-    nothing = {"windows": [], "questions": [], "prompts": []}
-    forward, tokenizer = language_forward(model, None), load_tokenizer("byte", "")
-    shared = {"model": model, "forward": forward, "tokenizer": tokenizer, "sample_tokens": 3, "seq_len": 16, "seed": 1}
-    return LanguageEvaluation(**{**shared, **nothing, **given})
+    settings = EvaluationSettings(sample_prompts=tuple(given.pop("prompts", ())), sample_tokens=3, answer_tokens=4)
+    data = EvaluationData(ctx=StreamContext(16, tokenizer=load_tokenizer("byte", "")), **given)
+    return LanguageEvaluation(model, language_forward(model, None), data, settings, seed=1)
 
 
 def batches() -> list[Batch]:
@@ -29,13 +33,14 @@ def batches() -> list[Batch]:
 
 def test_only_what_was_given_is_measured():
     assert evaluation()() == {}
-    assert evaluation(windows=batches())().keys() == {"eval_loss"}
+    assert evaluation(windows=batches)().keys() == {"eval_loss"}
     assert evaluation(questions=QUESTIONS)().keys() == {"hellaswag", "hellaswag_norm"}
+    assert evaluation(written=WRITTEN)().keys() == {"accuracy", "samples"}
     assert evaluation(prompts=["a"])().keys() == {"samples"}
 
 
 def test_results_equal_their_measures_and_are_deterministic():
-    measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a", "b"])
+    measured = evaluation(windows=batches, questions=QUESTIONS, prompts=["a", "b"])
     found = measured()
     assert found["eval_loss"] == mean_loss(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
     assert found["hellaswag"] in (0, 0.5, 1) and found["hellaswag_norm"] in (0, 0.5, 1)
@@ -47,7 +52,7 @@ def test_results_equal_their_measures_and_are_deterministic():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_unchanged(training):
-    measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a"])
+    measured = evaluation(windows=batches, questions=QUESTIONS, prompts=["a"])
     measured.model.train(training)
     before = {name: p.clone() for name, p in measured.model.named_parameters()}
     measured()

@@ -205,6 +205,7 @@ CASES = {
         {"eval_ds": {"type": "synthetic"}},
     ),
     ("--eval_sequences", "no --eval_ds"): (PRETRAIN, {"eval_sequences": 5}, {"eval_ds": TEXT}),
+    ("--final_eval all", "no --eval_ds"): (PRETRAIN, {"final_eval": "all"}, {"eval_ds": TEXT}),
     ("--sample_tokens", "no --sample_prompts"): (PRETRAIN, {"sample_tokens": 5}, {"sample_prompts": ("a",)}),
     ("--answer_tokens", "no --accuracy"): (FINETUNE, {"answer_tokens": 5}, {"accuracy": 1}),
     ("--lm_eval", "--no_export"): (FINETUNE, {"lm_eval": "x", "export": False}, {"export": True}),

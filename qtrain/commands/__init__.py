@@ -1,0 +1,4 @@
+"""What `python -m qtrain NAME` runs: a module each, with a `main(argv)`."""
+
+COMMANDS = {"evaluate": "measure a run, a checkpoint, an exported folder or a model of the hub"}
+"""Name -> what it does."""

@@ -1,0 +1,146 @@
+"""A language model to be measured and not trained on: an exported folder, a model of the hub, or a run's checkpoint as
+it was trained."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtrain.core.checks import check_fields, user_path
+from qtrain.core.config import read_recipe
+from qtrain.core.errors import UserError
+from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from qtrain.models import ModelSource, add_lora, as_lora, build_model, export_hf, merge_lora, read_model_source
+from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding, frozen_base
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import prepare
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.machine import choose_dtype
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import RunFolder, resolve_resume
+from qtrain.train.step.step import eval_weights, export_weights
+
+LANGUAGE_SCRIPTS = ("llm_pretrain", "llm_finetune")
+ONE_PROCESS = {
+    **{"gpus": 0, "tp": 1, "ep": 1, "dp_replicate": 0, "dp_shard": 0, "gradient_wire": "exact"},
+    **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False, "deterministic": False},
+    **{"offload": None, "compile": False, "trackers": (), "resume": None, "fit": "off"},
+    **{"lm_eval": None, "final_eval": "sample"},
+}
+"""Instead of what says only how a run was spread and made fast, and what it measured at its end."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `--model` names. exported: folder or hub id; else `checkpoint` is one of a run. trained: the settings of the
+    run that it belongs to, those of its script included; empty where it belongs to none."""
+
+    exported: str | None
+    checkpoint: Path | None
+    settings: LanguageSettings | None
+    trained: Mapping[str, Any]
+    flag: str
+
+    @classmethod
+    def find(cls, name: str, flag: str) -> "Measured":
+        """Raises UserError."""
+        path = user_path(name, flag)
+        if (path / "hf" / "config.json").is_file():
+            return cls(str(path / "hf"), None, *_settings_of(path, flag), flag)
+        if not path.is_dir() or ((path / "config.json").is_file() and not (path / "checkpoints").is_dir()):
+            run = path.parent if path.name == "hf" and (path.parent / "metrics.jsonl").is_file() else None
+            return cls(name, None, *(_settings_of(run, flag) if run else (None, {})), flag)
+        try:
+            checkpoint = resolve_resume(name, Path())
+        except UserError as error:
+            raise UserError(str(error).replace("--resume", flag, 1)) from None
+        settings, values = _settings_of(checkpoint.parent.parent, flag)
+        script = read_meta(checkpoint).get("script")
+        if settings is None or script not in LANGUAGE_SCRIPTS:
+            raise UserError(f"{flag}: {checkpoint} is not a checkpoint within the run folder of a language model.")
+        return cls(None, checkpoint, settings, {**values, "script": script}, flag)
+
+    @cached_property
+    def source(self) -> ModelSource:
+        """Its config, and where its weights are; of a checkpoint those that its run began with. Raises UserError."""
+        return read_model_source(self.settings.model if self.exported is None else self.exported, self.flag)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The exported model's own, if it has one."""
+        if self.exported is None:
+            return None
+        source = self.source
+        files = ("tokenizer.json", "tokenizer.model")
+        if not source.has_weights or (source.folder and not any((source.folder / name).exists() for name in files)):
+            return None
+        return load_tokenizer(self.exported, self.flag)
+
+    @contextlib.contextmanager
+    def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:
+        """The model, with the weights that its training evaluates. dtype: of an exported one."""
+        if self.exported is not None:
+            where = {"device": device, "dtype": choose_dtype(dtype, device)}
+            yield build_model(self.source, impl=self._impl, pretrained=True, **where), None
+            return
+        run = self._restored(device)
+        with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
+            yield run.model, run
+
+    @property
+    def _impl(self) -> str:
+        """qtrain's own decoder, unless transformers alone knows the model."""
+        if self.settings is not None:
+            return self.settings.model_impl
+        try:
+            self.source.model_config()
+        except UserError:
+            return "hf"
+        return "native"
+
+    def _restored(self, device: torch.device) -> Run:
+        """The run as one process would go on with it: in its scheme, with its optimizer, which may average weights."""
+        settings = dataclasses.replace(self.settings, device=device.type)
+        lora = None if self.trained.get("lora") is None else as_lora(self.trained["lora"])
+        checked = check_settings(settings, self.trained["script"], frozen_base(lora, settings.quantize))
+        checked = dataclasses.replace(checked, folder=RunFolder(self.checkpoint.parent.parent, self.checkpoint))
+        prepared = prepare(checked, LanguageArchitecture.of(settings, checked.mesh), ())
+        model, quantized = build_quantized(prepared)
+        if self.trained.get("freeze_embedding_layer"):
+            freeze_embedding(model)
+        if lora is not None:
+            add_lora(model, lora, settings.seed)
+        with contextlib.redirect_stdout(None):  # what resuming would replace is of no concern
+            return assemble(prepared, model, quantized)
+
+    @contextlib.contextmanager
+    def as_folder(self, run: Run | None, tokenizer: Tokenizer | None) -> Iterator[str]:
+        """A folder or hub id that transformers loads: of a checkpoint a temporary one. The last that is done with the
+        model: adapters are merged."""
+        if run is None:
+            yield self.exported
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            with export_weights(run) as whole:
+                merge_lora(run.model)
+                export_hf(whole, self.source, Path(scratch, "hf"), tokenizer, trained_positions=self.settings.seq_len)
+            yield str(Path(scratch, "hf"))
+
+
+def _settings_of(run: Path, flag: str) -> tuple[LanguageSettings | None, dict[str, Any]]:
+    """The settings in a run's config.json, as those of one process, and all of its values; None where it has none."""
+    config = run / "config.json"
+    if not config.is_file():
+        return None, {}
+    values = read_recipe(str(config), flag)
+    names = {field.name for field in dataclasses.fields(LanguageSettings)}
+    shared = check_fields(LanguageSettings, {k: v for k, v in values.items() if k in names}, f"{flag} ({config})")
+    return LanguageSettings(**{**shared, **ONE_PROCESS}), values
