@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from qtrain.comm.ranks import join_world, leave_world
 from qtrain.comm.wire import sent
 
-SECONDS = 240
+SECONDS = 600
 """How long ranks may take; a rank that waits for one that failed is ended at once."""
 
 
@@ -76,6 +77,8 @@ def _rank(sender: Any, variables: dict[str, str], function: Callable[..., Any], 
     os.environ.update(variables)
     torch.set_num_threads(1)
     sent.clear()  # of what the test process itself has sent, to a fake world
+    if inductor := sys.modules.get("torch._inductor.config"):
+        inductor.compile_threads = 1  # the test process's pool of compilers, if it has one, has no threads in a fork
     outcome: tuple[str, Any] = ("", None)
     try:
         join_world(torch.device("cpu"))

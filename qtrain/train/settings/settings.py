@@ -36,8 +36,8 @@ class TrainSettings:
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
-        "schedule": "n_epochs n_steps max_hours lr_schedule_kwargs",
-        "evaluation": "eval_ds eval_interval early_stopping eval_sequences eval_images final_eval sample_prompts "
+        "schedule": "n_epochs n_steps max_hours early_stopping lr_schedule_kwargs",
+        "evaluation": "eval_ds eval_interval eval_sequences eval_images final_eval sample_prompts "
         "sample_tokens hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export run_name "
         "runs_dir",
