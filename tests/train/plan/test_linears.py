@@ -120,6 +120,7 @@ def test_fp8_on_a_gpu_without_it_is_refused_by_the_plan_as_by_the_code(here, mon
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 24 * 2**30))
     assert not hardware.describe_hardware(torch.device("cuda", 0)).measured
     settings = {"device": "cuda", "dry_run": True, "model": "llama-100m"}
     done = call(llm_pretrain.main, argv(**settings, quantize="fp8_rowwise"))
