@@ -30,11 +30,15 @@ from qtrain.train.state.run_folder import RunFolder, resolve_resume
 from qtrain.train.step.step import eval_weights, export_weights
 
 LANGUAGE_SCRIPTS = ("llm_pretrain", "llm_finetune")
+_HOW_IT_RAN = "many processes", "memory"
 ONE_PROCESS = {
-    **{"gpus": 0, "tp": 1, "ep": 1, "dp_replicate": 0, "dp_shard": 0, "gradient_wire": "exact"},
-    **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False, "deterministic": False},
-    **{"offload": None, "compile": False, "trackers": (), "resume": None, "fit": "off"},
-    **{"lm_eval": None, "final_eval": "sample"},
+    **{
+        field.name: field.default
+        for field in dataclasses.fields(LanguageSettings)
+        if any(field.name in LanguageSettings.HELP_GROUPS[group].split() for group in _HOW_IT_RAN)
+    },
+    **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False},
+    **{"compile": False, "trackers": (), "resume": None, "lm_eval": None, "final_eval": "sample"},
 }
 """Instead of what says only how a run was spread and made fast, and what it measured at its end."""
 
