@@ -46,7 +46,7 @@ class AdaptedOriginal:
             for name in tensors.keys() & adapters.keys():
                 (linear, index), rows = adapters[name], tensors[name]
                 adapted = linear.add_adapter(index, rows.to(linear.weight.device, torch.float32))
-                tensors[name] = adapted.to(rows)
+                tensors[name] = adapted.to(rows)  # the dtype and device of the source's tensor
             save_file(tensors, folder / file.name, metadata={"format": "pt"})
         if (self._folder / INDEX).is_file():
             shutil.copyfile(self._folder / INDEX, folder / INDEX)

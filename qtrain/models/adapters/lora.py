@@ -104,6 +104,7 @@ class LoraLinear(nn.Module):
         norms = self._norms()
         gains = [m / norms[p.start : p.stop] for p, m in zip(self.adapted, self.magnitude, strict=True)]
         gain = self._over_rows(gains, 1.0).to(y.dtype)  # [N]
+        # y has the bias in it, which is not scaled: gain · (y - bias) + bias.
         return gain * y if self.bias is None else gain * y + (1 - gain) * self.bias
 
     def _a(self) -> Tensor:
@@ -113,6 +114,7 @@ class LoraLinear(nn.Module):
     def _b(self) -> Tensor:
         """scale · B of each projection, block-diagonal: [N, P·r]."""
         rank, last = self.lora_b[0].shape[1], len(self.lora_b) - 1
+        # B of projection i [rows, r] goes into the columns [i·r, (i + 1)·r).
         spread = [F.pad(b, (i * rank, (last - i) * rank)) if last else b for i, b in enumerate(self.lora_b)]
         return self.scale * self._over_rows(spread)
 
@@ -134,7 +136,9 @@ class LoraLinear(nn.Module):
         a, b = self._a(), self._b()
         product = self.base(a.to(self.weight.dtype))  # A·Wᵀ [P·r, N], in the base's arithmetic
         product = (product if self.bias is None else product - self.bias).float()
+        # ||W||² + 2·scale·B·(A·Wᵀ) + scale²·B·(A·Aᵀ)·Bᵀ, of each row; b has the scale in it.
         squares = self.base_squares + 2 * (b * product.t()).sum(dim=1) + (b * (b @ (a @ a.t()))).sum(dim=1)
+        # A sum of terms of either sign, each rounded: near zero it may come out negative.
         return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
     @torch.no_grad()
@@ -225,6 +229,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
 
 
 def _initialize(a: Tensor, seed: int, hf_name: str) -> None:
+    # With a = √5 the bound is 1/√K, as of nn.Linear's own weights.
     nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=named_generator(seed, f"{hf_name}.lora_A", a.device))
 
 

@@ -44,6 +44,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         prefix = f"{PREFIX}{owner}.base_layer" if inner else f"{PREFIX}{owner}"
         found[f"{prefix}.lora_A.weight"] = linear.lora_a.weight
         by_expert = linear.lora_b.weight.unflatten(0, (linear.groups, -1))  # [E, N, r]
+        # [N, r, E]: in PEFT's matrix [N, r * E] the columns of one expert are E apart.
         found[f"{prefix}.lora_B.weight"] = by_expert.permute(1, 2, 0)
     return found
 
@@ -63,6 +64,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
     # PEFT takes a module of a mixture named gate_proj, up_proj or down_proj for experts.
     mixture = isinstance(model, Decoder) and bool(model.config.moe_layers) and not lora.dora
     weights = [name for name in names if mixture and name.endswith(_EXPERT_SUFFIXES)]
+    # Such as mlp.gate_proj.weight: PEFT matches the end of a parameter's name.
     parameters = sorted({".".join(name.split(".")[-2:]) + ".weight" for name in weights}) + experts
     config = {
         "peft_type": "LORA",
@@ -76,7 +78,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": False,  # weights are [out, in]
         "init_lora_weights": True,
         "inference_mode": True,
     }

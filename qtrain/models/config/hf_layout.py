@@ -79,6 +79,7 @@ def is_ignored(hf_name: str, config: ModelConfig) -> bool:
 
 
 def _attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSlice]:
+    # Where q's rows end and where k's end in the fused [q, k, v].
     q, k = config.q_size, config.q_size + config.kv_size
     if config.qk_norm:
         yield TensorSlice(there + "q_norm.weight", here + "q_norm.weight")
@@ -96,9 +97,11 @@ def _attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSli
 
 
 def _latent_attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSlice]:
+    # Without a latent vector of the queries q's own rows are first in qkv_a, and there is no q_b.
     q = config.mla.q_rank or config.q_size
     first = "q_a_proj" if config.mla.q_rank else "q_proj"
     yield TensorSlice(f"{there}{first}.weight", here + "qkv_a.weight", 0, q)
+    # kv_rank rows of the latent vector, then rope_dim rows of the key's rotated part.
     yield TensorSlice(there + "kv_a_proj_with_mqa.weight", here + "qkv_a.weight", q, None)
     if config.mla.q_rank:
         yield TensorSlice(there + "q_a_layernorm.weight", here + "q_norm.weight")
@@ -123,6 +126,7 @@ def _mixture(config: ModelConfig, layer: str, here: str) -> Iterator[TensorSlice
     if mixture.selection_bias:
         yield TensorSlice(there + "gate.e_score_correction_bias", here + "router.bias")
     for e in range(mixture.experts):
+        # gate_up is [E * 2 * width, C], of each expert gate's rows, then up's; down_proj is [E * C, width].
         expert, start = f"{there}experts.{e}.", 2 * mixture.width * e
         middle, stop = start + mixture.width, start + 2 * mixture.width
         yield TensorSlice(f"{expert}{keys.gate}.weight", here + "experts.gate_up.weight", start, middle)

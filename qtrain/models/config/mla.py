@@ -42,6 +42,7 @@ class MLAConfig:
         if rope_dim % 2:
             raise UserError(f"{where}: qk_rope_head_dim {rope_dim} is odd; rotary positions need pairs.")
         return cls(
+            # A missing key is transformers' 1536; null says that queries have no latent vector.
             q_rank=read({"q_lora_rank": 1536, **values}, "q_lora_rank", Count, where, None),
             kv_rank=read(values, "kv_lora_rank", Count, where, 512),
             plain_dim=read(values, "qk_nope_head_dim", Count, where, 128),

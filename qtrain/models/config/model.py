@@ -185,6 +185,7 @@ class ModelConfig:
             sliding = self.sliding_window is not None
             config["use_sliding_window"] = sliding
             config["sliding_window"] = self.sliding_window
+            # Layers from this one on have the window: 0 for all of them, the number of layers for none.
             config["max_window_layers"] = 0 if sliding else self.num_hidden_layers
         return config
 
@@ -205,6 +206,7 @@ def _read_heads(values: Mapping[str, Any], model_type: str, latent: MLAConfig | 
     head_dim = head_dim or hidden // heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    # Latent attention rotates rope_dim elements alone, which `MLAConfig` has checked.
     if head_dim % 2 and latent is None:
         raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
     if FAMILIES[model_type].qk_norm == "whole" and head_dim * heads != hidden:  # its norms have these sizes
@@ -221,7 +223,9 @@ def _refuse_unsupported(values: Mapping[str, Any], mixture: bool, family: Family
     """Refuse keys that change the arithmetic in a way that the native decoder does not compute."""
     neutral = {"hidden_act": ("silu", "swish"), "attention_dropout": (0, None), "quantization_config": (None,)}
     if not mixture:
+        # Experts in the config of a dense family: its layers are not what the family says.
         neutral |= dict.fromkeys(("num_experts", "num_local_experts"), (0, 1, None))
+    # Qwen's mixtures have the key, but no window here: one that is on is refused.
     if mixture and family.window == "none":
         neutral["use_sliding_window"] = (False, None)
     refuse_other_values(values, neutral, where)
@@ -231,6 +235,7 @@ def _read_window(values: Mapping[str, Any], family: Family, where: str) -> int |
     """The sliding window of every layer. A window in only some layers is refused."""
     if family.window == "none":
         return None
+    # transformers' value of a missing key; Mixtral's None is among its family's defaults.
     window = values.get("sliding_window", 4096)
     if window is None or (family.window == "by_layer" and not values.get("use_sliding_window", False)):
         return None
@@ -239,6 +244,7 @@ def _read_window(values: Mapping[str, Any], family: Family, where: str) -> int |
         return window
     first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])
     layers = range(values["num_hidden_layers"])
+    # As transformers fills in layer_types: the first max_window_layers layers see all positions.
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in layers]
     if values.get("layer_types") is not None:
         allowed = list[Literal["sliding_attention", "full_attention"]]

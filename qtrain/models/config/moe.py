@@ -119,6 +119,7 @@ def _read_qwen(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
         width=read(values, "moe_intermediate_size", Count, where, 768),
         normalize=read(values, "norm_topk_prob", bool, where, False),
         aux_loss=_aux_loss(values, where, 0.001),
+        # Counted from 1: with a step of 2 the layers 1, 3, ... are mixtures.
         dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
     )
 
@@ -127,6 +128,7 @@ def _write_qwen(mixture: MoEConfig) -> dict[str, Any]:
     return {
         **_write_olmoe(mixture),
         "moe_intermediate_size": mixture.width,
+        # mlp_only_layers names all dense layers, also those that a larger step made dense.
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(mixture.dense_layers),
     }
@@ -235,6 +237,7 @@ def _write_common(mixture: MoEConfig) -> dict[str, Any]:
 
 
 MIXTURES = {
+    # Mixtral's w1 is the gate, w3 the up and w2 the down projection.
     "mixtral": MixtureKeys(_read_mixtral, _write_mixtral, "block_sparse_moe", "w1", "w3", "w2"),
     "olmoe": MixtureKeys(_read_olmoe, _write_olmoe),
     "qwen2_moe": MixtureKeys(_read_qwen2, _write_qwen2, shared="shared_expert"),

@@ -47,12 +47,14 @@ class Rope:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
+            # DeepSeek's two keys: where they are equal, the tables stay unscaled and `logit_scale` has all of it.
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
 
     @property
     def logit_scale(self) -> float:
         """What DeepSeek's attention, in which only a part of a head is rotated, multiplies its logits with."""
+        # Squared: once for the queries and once for the keys, their unrotated elements included.
         return self._temperature(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
     def _temperature(self, weight: float) -> float:
@@ -62,6 +64,7 @@ class Rope:
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], max_positions: int, where: str) -> "Rope":
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+        # transformers 4 has rope_scaling null, not missing, where nothing is scaled.
         given = values.get("rope_scaling") or values.get("rope_parameters") or {}
         given = check_value(f"{where}: rope_parameters", given, dict[str, Any])
         theta = given.get("rope_theta", values.get("rope_theta", cls.theta))
@@ -70,6 +73,7 @@ class Rope:
         if partial not in (None, 1.0):
             raise UserError(f"{where}: partial_rotary_factor {partial!r} is not supported natively. {USE_HF}")
 
+        # `type` is the older name of the key.
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in _NEEDED:
             raise unknown_name(where, "rope type", str(kind), _NEEDED, USE_HF)
@@ -98,6 +102,7 @@ class Rope:
             keys.append("original_max_position_embeddings")
         if self.kind == "yarn":
             keys.append("truncate")
+        # Left out where unset: `from_hf` would refuse an mscale of 0.
         unset = {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": None}
         scaling |= {key: getattr(self, key) for key in keys if key not in unset or getattr(self, key) != unset[key]}
         return {

@@ -31,6 +31,7 @@ def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int
 
     doc_ids [B, S]: attention stays within equal ids. window: it stays within the last `window` positions.
     """
+    # It hides nothing then: without documents the causal kernels need no mask.
     if window is not None and seq_len <= window:
         window = None
     if doc_ids is None and window is None:
@@ -45,8 +46,10 @@ def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int
         return keep
 
     if device.type == "cuda":
+        # None: one mask for the whole batch, as for all heads.
         rows = None if doc_ids is None else batch
         return _compiled(create_block_mask)(sees, rows, None, seq_len, seq_len, device=device.type)
+    # [B, 1, 1, 1] against queries [S, 1] and keys [S].
     b = torch.arange(1 if doc_ids is None else batch, device=device)[:, None, None, None]
     positions = torch.arange(seq_len, device=device)
     return sees(b, b, positions[:, None], positions)
@@ -58,6 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     scale: None: 1/√D."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
+        # In a compiled layer it is traced with the rest; elsewhere it is compiled by itself.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     if mask is not None:
@@ -115,7 +119,7 @@ class Attention(nn.Module):
         if self.cache is not None:
             k, v = self.cache.extend(k, v)
         y = attend(q, k, v, info.mask)
-        y = y.transpose(1, 2).flatten(2)
+        y = y.transpose(1, 2).flatten(2)  # [B, S, H·D]
         return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,6 +61,7 @@ class DecoderLayer(nn.Module):
         if not self.mlp_chunks:
             super().compile(**options)
             return
+        # The loop over chunks stays in Python: all chunks share the code of one half (`mlp_chunks.py`).
         self.attention_half = torch.compile(self.attention_half, **options)
         self.mlp_half = torch.compile(self.mlp_half, **options)
 
@@ -196,6 +197,7 @@ class Decoder(nn.Module):
         if doc_ids is not None:
             positions = document_positions(doc_ids)
             cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
+        # [S, 1, D/2], of documents [B, S, 1, D/2]: the same for all heads.
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence)
@@ -217,6 +219,8 @@ class Decoder(nn.Module):
         weights = self.router_losses
         if not weights.balance and not weights.z:
             return sums
+        # fp32 [2] of each mixture: the mean over the layers.
         balance, z = torch.stack(losses).mean(dim=0).unbind()
         auxiliary = weights.balance * balance + weights.z * z
+        # The caller divides the sum by the trained tokens: times their number, it stays a mean.
         return sums._replace(loss=sums.loss + (labels != IGNORED).sum() * auxiliary)

@@ -43,5 +43,7 @@ class ExpertLoad(nn.Module):
         if not bool((total > 0).all()):
             return {}
         share = load / total
+        # Over log(E), so in [0, 1]; a single expert has 0 / 0, hence the floor.
         entropy = torch.special.entr(share).sum(dim=1) / max(torch.tensor(share.shape[1]).log().item(), 1e-30)
+        # The mean share is 1 / E: times E the largest one is over the mean.
         return {"expert_load": float(share.max() * share.shape[1]), "expert_entropy": float(entropy.mean())}

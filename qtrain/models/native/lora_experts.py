@@ -57,8 +57,9 @@ class LoraExperts(nn.Module):
     def add_adapter(self, index: int, rows: Tensor) -> Tensor:
         """The fp32 weight `rows` [n, K] of the projection `index`, with its expert's adapter."""
         projection = self.adapted[index]
+        # Each expert has out_features / E of the rows, one expert after the other.
         expert = projection.start * self.groups // self.out_features
-        a = self.lora_a.weight.unflatten(0, (self.groups, self.rank))[expert]
+        a = self.lora_a.weight.unflatten(0, (self.groups, self.rank))[expert]  # [r, K]
         return rows + self.scale * (self.lora_b.weight[projection.start : projection.stop] @ a)
 
     @torch.no_grad()

@@ -83,6 +83,7 @@ class _PlainHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # The first chunk writes it without reading it; without a token there is no chunk.
         new = torch.empty_like if hidden.shape[0] else torch.zeros_like
         grad_weight = new(weight, dtype=torch.float32) if needs_weight else None
 
@@ -91,6 +92,7 @@ class _PlainHead(torch.autograd.Function):
             logits = hidden[chunk] @ weight.t()  # [t, V]
             sums = entropy(logits, labels[chunk], z_loss, needs_hidden or needs_weight).sum(dim=1)
             if grad_hidden is not None:
+                # [t, V] · [V, C]: `entropy` has put the gradient where the logits were.
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), hidden[chunk], first=start == 0)
@@ -138,6 +140,7 @@ class _AnyHead(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden[chunk], *found = found
             if start == 0:
+                # fp32 only to add chunks up; of a single one in the parameters' dtypes.
                 totals.extend(term.float() if several else term for term in found)
             else:
                 for total, term in zip(totals, found, strict=True):
@@ -192,7 +195,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
         loss, nll = entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1).unbind()
-        ctx.save_for_backward(logits.detach())
+        ctx.save_for_backward(logits.detach())  # their gradient by now
         ctx.mark_non_differentiable(nll)
         return loss, nll
 

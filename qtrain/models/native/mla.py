@@ -47,9 +47,11 @@ class MultiHeadLatentAttention(nn.Module):
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(self.q_norm(q))
         q = q.unflatten(-1, (-1, latent.head_dim))  # [B, S, H, D]
+        # [B, S, H, plain_dim + value_dim]
         kv = self.kv_b(self.kv_norm(kv)).unflatten(-1, (-1, latent.plain_dim + latent.value_dim))
         q_plain, q_rope = q.split([latent.plain_dim, latent.rope_dim], dim=-1)
         k_plain, v = kv.split([latent.plain_dim, latent.value_dim], dim=-1)
+        # The key's rotated part is one head, [B, S, 1, rope_dim], which all heads share below.
         q_rope, k_rope = (rotate(self._halves(t), info.cos, info.sin) for t in (q_rope, k_rope.unsqueeze(2)))
         q = torch.cat((q_plain, q_rope), dim=-1)
         k = torch.cat((k_plain, k_rope.expand(-1, -1, k_plain.shape[2], -1)), dim=-1)

@@ -46,6 +46,7 @@ class TwoHalves(Protocol):
 
 def mlp_chunk_rows(tokens: int, chunks: int) -> int:
     """Tokens of a chunk; the last one may have fewer."""
+    # tokens / chunks, rounded up to a multiple of ALIGNMENT.
     return -(-tokens // (chunks * ALIGNMENT)) * ALIGNMENT
 
 
@@ -54,6 +55,7 @@ def run_in_chunks(layer: TwoHalves, x: Tensor, info: SequenceInfo, chunks: int) 
     if not torch.is_grad_enabled():
         return _forward(layer, x, info, chunks)
     attention, mlp = _trained(layer.attn_norm, layer.attn), _trained(layer.mlp_norm, layer.mlp)
+    # Parameters are arguments: autograd records nothing of what runs inside of forward.
     return _ChunkedLayer.apply(x, layer, info, chunks, len(attention), *attention, *mlp)
 
 
@@ -112,6 +114,7 @@ def _mlp_backward(
         return found
 
     parts = enumerate(zip(stream.split(rows), dy.split(rows), strict=True))
+    # One chunk: nothing is added up, so its gradients need no fp32 sums.
     if len(stream) <= rows:
         return [gradient for number, part in parts for gradient in one_chunk(number, *part)]
     totals = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in trained]

@@ -71,7 +71,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             shared = self.shared(rows)
             if self.shared_gate is not None:
-                shared = F.linear(rows, self.shared_gate).sigmoid() * shared
+                shared = F.linear(rows, self.shared_gate).sigmoid() * shared  # [T, 1] * [T, C]
             y = y + shared
         return y.view_as(x), *self.statistics(routing, info)
 

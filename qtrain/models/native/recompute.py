@@ -138,6 +138,7 @@ class Policy:
         if op in _ATTENTION:
             kept = self.kept.attention
         elif op in _PRODUCTS or op.name() in _PRODUCT_NAMES:
+            # `Kept` has no field o_proj: its products are kept whatever the kinds.
             kept = getattr(self.kept, stage, True) and not _sums_few_columns(op, args)
         else:
             kept = op.name() == _KEPT_8BIT or (self.kept.swiglu and op.name() in _SWIGLU_NAMES)

@@ -66,8 +66,10 @@ class ResidualOffload:
         on_gpu = x.device.type == "cuda"
         if on_gpu and self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
+        # When x is written: its copy starts there, while the layer runs.
         ready = torch.cuda.current_stream().record_event() if on_gpu else None
         output = layer(x, *args)
+        # One layer late: the copy has had the time of two layers.
         if index - 1 in self._kept:
             self._free(self._kept[index - 1])
         first, *others = output if isinstance(output, tuple) else (output,)

@@ -23,6 +23,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = 
         return frequencies / rope.factor
     if rope.kind == "llama3":
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the pretraining context
+        # 1: many turns, the frequency is kept; 0: few turns, it is divided by `factor`.
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = keep.clamp(0.0, 1.0)
         return (1 - keep) * frequencies / rope.factor + keep * frequencies
@@ -32,6 +33,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = 
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+        # 0.001: as in transformers, a ramp of no length is a step instead of 0 / 0.
         scaled = ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
         return scaled * frequencies / rope.factor + (1 - scaled) * frequencies
     return frequencies
@@ -40,6 +42,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = 
 def _pair_of_turns(rope: Rope, head_dim: int, turns: float) -> float:
     """The number of the pair that turns this often over the pretraining context."""
     wavelength = rope.original_max_position_embeddings / turns
+    # Solves wavelength = 2π · theta^(2 · pair / D) for the pair.
     return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
 
@@ -57,6 +60,7 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    # A token's document starts at the last start up to it.
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 

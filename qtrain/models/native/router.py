@@ -98,6 +98,7 @@ class Router(nn.Module):
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(dim=-1, keepdim=True)
         experts = self.select(scores.detach())
+        # Without the bias, which only selection reads.
         weights = scores.gather(1, experts)
         if mixture.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
@@ -115,6 +116,7 @@ class Router(nn.Module):
             group_scores = in_groups.topk(2 if mixture.selection_bias else 1, dim=-1).values.sum(dim=-1)
             chosen = best(group_scores, mixture.groups_per_token)
             kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
+            # -inf, not 0: scores with a bias can be negative.
             scores = in_groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
         return best(scores, mixture.per_token)
 
