@@ -53,7 +53,9 @@ def full_shard_memory(
     in_full = trained.bytes if trained.adapters and share < 1 else 0
     divided = [name for name in layer_linears(config) if share_of(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, divided)
+    # An embedding and a head of their own are divided too.
     masters -= untied * matrix * (element + _in_full(head_bytes))
+    # A frozen embedding's shard; the master of one that trains is in `weights`.
     masters += (untied and not embedding) * matrix * element * share_of(HEAD)
     codes = 0.0
     for name, count, linear in _divided(config, low_bit, element, divided):
@@ -70,6 +72,7 @@ def full_shard_memory(
     return FullShardBytes(
         weights=round(kept + two),
         build=_build(config, element, pretrained, masters + in_full, kept + in_full),
+        # fp32, whatever the dtype of the gradients that are added.
         sums=round(4 * (trained.bytes // trained.element) * share),
         last=round(others + last),
         # The last layer stays for its backward pass.
@@ -159,6 +162,7 @@ def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, 
     """The largest moment of a build in which each divided matrix exists until its master is cut from it, and a tied
     embedding before all others. masters: bytes of all masters, and of what is not divided; kept: with the codes that
     are quantized last."""
+    # Random weights are drawn in fp32; loaded ones come in the model's dtype.
     drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
     divided = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
     moments = (

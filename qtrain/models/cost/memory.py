@@ -213,6 +213,7 @@ def estimate_memory(
 
     kinds = layer_kinds(config, step.tokens)
     saved = {kind: kept(kind, step.recompute) for kind in kinds}
+    # Bytes per token that come back while a layer is computed again.
     recomputed = max(0.0, *(kept(kind, frozenset()) - saved[kind] for kind in kinds))
     in_mlp = 0.0
     if step.mlp_chunks:
@@ -306,6 +307,7 @@ def _build_bytes(
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
     linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    # Against a plain linear: its weight may be smaller, and there are codes beside it.
     added = sum(size * (linear.weight - element + linear.codes) for size, linear in linears)
     if low_bit.head is not None:
         added += config.vocab_size * config.hidden_size * (low_bit.head.weight - element + low_bit.head.codes)
@@ -340,6 +342,7 @@ def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     c, element, tokens, head = config.hidden_size, step.element, step.tokens, _head_elements(config, trained)
     logits = chunk_rows(tokens, step.loss_chunks, large=True) * config.vocab_size * element
     hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
+    # And the gradient of hidden states, that of the head, and a chunk of logits.
     loss = hidden + tokens * c * element + head * _head_gradient_element(step, low_bit) + logits
     if low_bit.head is None:
         return loss
@@ -398,6 +401,7 @@ def _backward_bytes(
 def _largest_partition(config: ModelConfig) -> int:
     """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
     parameters, matrix = count_parameters(config), config.vocab_size * config.hidden_size
+    # Norms, biases and routers are the layers', but for the last norm's C.
     layer = _largest_layer(config) + (parameters.other - config.hidden_size) // config.num_hidden_layers
     return layer + matrix if config.tie_word_embeddings else max(layer, matrix)
 
@@ -405,6 +409,7 @@ def _largest_partition(config: ModelConfig) -> int:
 def _largest_layer(config: ModelConfig) -> int:
     """Weights of the linears of the layer that has most."""
     sizes = {name: n.weights for name, n in layer_linears(config).items()}
+    # A layer has a dense MLP or a mixture, never both; attention is what remains.
     dense = sum(sizes.pop(name, 0) for name in ("gate_up", "down_proj"))
     routed = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
     return sum(sizes.values()) + max(dense, routed)

@@ -145,12 +145,14 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     linears = layer_linears(config).values()
     linear = sum(n.weights * n.layers for n in linears)
     inactive = sum(n.weights // n.groups * (n.groups - n.active) * n.layers for n in linears)
-    norms = 2 * c
+    norms = 2 * c  # attn_norm and mlp_norm
     if config.qk_norm:
         norms += 2 * config.head_dim if config.qk_norm == "heads" else config.q_size + config.kv_size
     if config.mla:
         norms += (config.mla.q_rank or 0) + config.mla.kv_rank
+    # Of qkv; of o_proj; of gate and up (2·I), and down (C).
     biases = config.qkv_size * config.qkv_bias + c * config.o_bias + (2 * inner + c) * config.mlp_bias
+    # The last C: the norm before the head.
     other = layers * (norms + biases + (config.q_size + inner) * config.sub_norm) + c
     other += sum(rows * c for rows, _ in _router_shapes(config)) * len(config.moe_layers)
     matrices = 1 if config.tie_word_embeddings else 2
@@ -205,7 +207,9 @@ def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
 def flops_per_token(config: ModelConfig, seq_len: int) -> Flops:
     parameters = count_parameters(config)
     return Flops(
+        # 2 FLOPs a multiply-add, three GEMMs: output, grad_input, grad_weight.
         blocks=6.0 * (parameters.linear - parameters.inactive),
         head=6.0 * config.vocab_size * config.hidden_size,
+        # 2 FLOPs, 3 times the forward pass, S / 2 keys, L layers: of q·kᵀ over Q elements, of p·v over V.
         attention=3.0 * config.num_hidden_layers * (config.q_size + config.value_size) * seq_len,
     )

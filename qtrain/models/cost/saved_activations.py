@@ -216,6 +216,7 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     kept = _attention_output(shape, q)
     if kinds & ATTENTION_KINDS:
         return kept | _attention_region(shape, "qkv", {"qkv output": qkv})
+    # fp32 1/rms of attn_norm, and of BitNet's norm before o_proj.
     kept["attention's norm statistics"] = 4 + 4 * config.sub_norm
     if config.qk_norm:
         kept["qk-norm statistics"] = 8 * (config.qk_norm == "whole")  # those of heads are computed again
@@ -240,6 +241,7 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
         outputs = {"q_b and kv_b outputs": sum(linears[name].out_features for name in inner) * element}
         return kept | _attention_region(shape, "qkv_a", qkv_a | outputs)
     kept |= qkv_a
+    # fp32 1/rms of attn_norm, and of the norms of latent vectors.
     kept["attention's norm statistics"] = 4 + 4 * len(inner)
     kept["q, k and v"] = (2 * q + v) * element
     kept["latent vectors"] = sum(linears[name].in_features * shape.input_bytes(name) for name in inner)
@@ -286,9 +288,10 @@ def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
     mixture, c, shared = config.moe, config.hidden_size, config.moe.shared_width
     products: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * shape.gate_up_bytes}
     products["shared gate_up output"] = 2 * shared * shape.gate_up_bytes
+    # Qwen2-MoE multiplies it by its gate, whose gradient reads it.
     products["shared down output"] = c * element * mixture.shared_gate
     if shape.mlp_kinds:
-        products["routing"] = 4 * mixture.experts
+        products["routing"] = 4 * mixture.experts  # the router's logits, an fp32 product
         products["experts' down output"] = 0 if shape.compiled else rows * c * element
         swiglu = rows * mixture.width * shape.swiglu_output("experts.down_proj")
         swiglu += shared * shape.swiglu_output("shared.down_proj") if shared else 0

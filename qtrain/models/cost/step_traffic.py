@@ -36,6 +36,7 @@ def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBit
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
     read = count_parameters(config).total * (2.0 if any(n.codes for n in low_bit.layer.values()) else 2 * step.element)
     remade = sum(n.layers * n.weights * low_bit.layer[name].remade for name, n in layer_linears(config).items())
+    # Gradients are written; where they accumulate, the sum is read too.
     return read + remade + trained.bytes * (2 if step.accumulates else 1)
 
 
@@ -59,6 +60,7 @@ def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
         of_chunk += 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
     # The sum in fp32 is read and written, and a chunk's gradient is a tensor of its own before that.
     of_chunk += trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
+    # One chunk moves what an MLP without chunks moves.
     return (chunks - 1) * config.num_hidden_layers * of_chunk
 
 

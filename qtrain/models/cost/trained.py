@@ -86,6 +86,7 @@ class TrainedPart:
         linears = [a for a in self.adapters if a.active is None]  # those of experts are copied where they are read
         copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in linears) * element
         norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
+        # Adapters are fp32 and multiply in the activations' dtype: in an fp32 model without a copy.
         return self.bytes + copies * (element < self.element) + norms * self.dora
 
     def kept(
@@ -118,13 +119,16 @@ class TrainedPart:
         if not self.adapters:
             return sum(n.weights for name, n in layer_linears(config).items() if name in names)
         adapters = [a for a in self.adapters if a.name in names]
+        # A [P·r, K] of all projections, B [rows, r] of each.
         return sum(a.columns * a.in_features + a.columns // len(a.rows) * sum(a.rows) for a in adapters)
 
     def flops(self, flops: Mapping[str, float]) -> dict[str, float]:
         """FLOPs per token by kind, given those of a model in which everything trains."""
         if not self.adapters:
             return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
+        # output and grad_input, of three GEMMs: there is no grad_weight.
         frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
+        # Of A K · P·r multiply-adds, of B r · rows for each projection: P·r · their mean.
         own = sum(
             a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns * (a.active or 1) for a in self.adapters
         )

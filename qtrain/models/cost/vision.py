@@ -47,6 +47,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
 
     def note_input(m: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if not args[0].requires_grad:
+            # weight[0], [C_in / groups, kernel]: the multiply-adds of one output.
             without_grad_input.append(2.0 * output.numel() * m.weight[0].numel())
 
     convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
@@ -54,6 +55,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
+        # By storage: views of one tensor count once.
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
@@ -72,6 +74,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
     head_flops = work.pop(head, 0.0)
     attention_flops = 3.0 * attention.flops
+    # Backward has two products for each of the forward pass; for the image, one.
     total = 3.0 * counter.get_total_flops() - sum(without_grad_input)
     counts = sorted(count for m, count in rows.items() if m is not head)
     return VisionCost(
@@ -79,7 +82,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
         head=head_flops,
         attention=attention_flops,
         other=max(total - sum(work.values()) - head_flops, 0.0),
-        rows=counts[len(counts) // 2] if counts else 1,
+        rows=counts[len(counts) // 2] if counts else 1,  # the median
         kept=sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights),
         linear_rows={name: rows[m] for m, name in linears.items() if m in rows},
         bypassed=tuple(name for m, name in linears.items() if m not in rows),
@@ -98,6 +101,7 @@ class _Attention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
+        # q·kᵀ sums over D, p·v makes E columns: 2·S·T·(D + E) of each head.
         self.flops += 2.0 * q.shape[:-2].numel() * q.shape[-2] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         return _FusedAttention.apply(q, k, v)
 
