@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qtrain.tensors.stored_weight import StoredWeight
 
+# Keyed by identity, as == of tensors is elementwise; weak, so that an entry goes with its parameter.
 _initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Lazy parameter -> the function that makes its value."""
 

@@ -104,6 +104,7 @@ class StoredWeight(Tensor, LowBitWeight):
         torch.autograd.graph.increment_version(self)  # codes derived from it are stale now
         return self
 
+    # The protocol by which torch.compile traces a subclass as its plain tensors.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scale"], (self.format, self.dtype)
 

@@ -41,6 +41,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         head=architecture.head(model),
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
+        # False where shards are cut: sharding then makes one value after the other (`tensors/lazy.py`).
         realize=prepared.mesh.shard == 1 and not prepared.reshards,
         shared=architecture.shared_weight,
         one_weight_layout=settings.weight_codes == "one",
@@ -61,6 +62,7 @@ def assemble(
     that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none. files: those of the
     training data, which are to be the same when the run is resumed."""
     settings, architecture = prepared.settings, prepared.architecture
+    # First: it decides which functions are compiled.
     architecture.recompute(model, settings)
     if settings.compile:
         architecture.compile(model)
@@ -103,6 +105,7 @@ def assemble(
         parallel,
         data_files=files,
     )
+    # Last, when everything exists that a checkpoint fills.
     run.restore()
     return run
 

@@ -282,6 +282,7 @@ def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]
     if not isinstance(settings, LanguageSettings) or (keep_given and own):
         return [own]
     numbers = [chunks for chunks in LOSS_CHUNKS if chunks < 2 or tokens // chunks >= FEWEST_ROWS]
+    # The largest chunks first; 0, which lets the size decide, has its place among them.
     return sorted(numbers, key=lambda chunks: (-chunk_rows(tokens, chunks, large=True), chunks))
 
 

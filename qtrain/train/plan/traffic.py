@@ -53,6 +53,7 @@ class ExpertTraffic:
     def costs(self, expert_mesh: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
         ranks, node = expert_mesh.tp, cluster.gpus_per_node
         found = self.part(ranks).costs(Mesh(expert_mesh.replicate, expert_mesh.shard), cluster.every(ranks), reshards)
+        # `all_gather` counts what a rank has afterwards: the tokens of all ranks.
         volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
         tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
@@ -131,6 +132,7 @@ class Traffic:
             return of_data | {"activations": activations}
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
+        # Sums go in the gradients' own dtype, whatever --gradient_wire.
         sums = cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, calls)
         gradients = cluster.reduction(cluster.world(mesh), self.gradients, calls, by_machine=not self.deterministic)
         gradients *= self.micro_batches if reshards or self.deterministic else 1
@@ -160,6 +162,7 @@ def routed_bytes_per_token(
     # dx, both in the model's dtype.
     x = width * (1 / FORMATS[scheme.formats_of("x")[0].fmt].packing if codes else element)
     forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
+    # dout and dx, and the fp32 gradient of each route's weight.
     return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
 
 

@@ -84,6 +84,7 @@ def _wires() -> dict[str, Wire]:
     # so that they are less than a round trip.
     in_node = {"nvlink3": (300, 1), "nvlink": (450, 1), "nvlink5": (900, 1), "nvlink_h800": (200, 1)}
     in_node |= {"pcie4": (31.5, 3), "pcie": (63, 3)}
+    # Networks are named by Gbit/s: 8 of them are a GB/s.
     between = {f"ib{gbit}": (gbit / 8, 2) for gbit in (200, 400, 800)}
     between |= {f"ethernet{gbit}": (gbit / 8, 10) for gbit in (10, 25, 100, 200, 400)}
     kinds = ((in_node, ACHIEVED_IN_NODE), (between, ACHIEVED_BETWEEN))
