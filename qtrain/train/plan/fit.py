@@ -258,12 +258,13 @@ def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any
         return [{"activation_checkpointing": name} for name in ("none", "full")]
     by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
     found = [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
-    return [flags for flags in found if _goes_with_8bit(replace(settings, **flags))]
+    return [flags for flags in found if _allows(replace(settings, **flags), "--keep_8bit")]
 
 
-def _goes_with_8bit(settings: TrainSettings) -> bool:
+def _allows(settings: TrainSettings, option: str) -> bool:
+    """Whether what excludes `option` lets it be."""
     try:
-        check_exclusions(Options(settings), option="--keep_8bit")
+        check_exclusions(Options(settings), option=option)
     except UserError:
         return False
     return True
@@ -271,10 +272,12 @@ def _goes_with_8bit(settings: TrainSettings) -> bool:
 
 def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: Callable[[], bool]) -> list[int]:
     """Chunks that MLPs may run in besides none, the fewest first."""
-    if not _own_decoder(settings) or settings.tp > 1 or (keep_given and settings.mlp_chunks):
+    if not _own_decoder(settings) or (keep_given and settings.mlp_chunks):
         return []
     numbers = [chunks for chunks in MLP_CHUNKS if tokens // chunks >= FEWEST_MLP_ROWS]
-    return numbers if numbers and dense() else []
+    block = {"activation_checkpointing": "none", "recompute": ("block",)}
+    allowed = bool(numbers) and _allows(replace(settings, mlp_chunks=numbers[0], **block), "--mlp_chunks")
+    return numbers if allowed and dense() else []
 
 
 def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]:
