@@ -48,7 +48,7 @@ def _memory_of_a_shared_gpu_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(params=["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tests that compile for the CPU, where the C++ of a decoder layer takes 20 seconds.
 
     graphs: Inductor's passes and its choice of what is kept for backward, the graphs then run as they are;
@@ -62,7 +62,11 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             return make_boxed_func(graph.forward)
 
         monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
-    return request.param
+        # The cache's key is the graph's: it would hand out the code that Inductor has made of the same graph.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            yield request.param
+    else:
+        yield request.param
 
 
 def pytest_collection_finish() -> None:
