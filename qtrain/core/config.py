@@ -91,11 +91,16 @@ JsonText = Annotated[
 ]
 """A field that is a name or a JSON object, both as a flag and in a recipe."""
 
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
 _NAMES = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="JSON",
     instance_from_str=_json_names,
-    is_instance=lambda value: value is None or isinstance(value, tuple),
+    is_instance=lambda value: value is None or _are_names(value),
     str_from_instance=lambda value: [json.dumps(value)],
 )
 JsonNames = Annotated[tuple[str, ...], _NAMES]

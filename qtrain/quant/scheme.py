@@ -11,7 +11,7 @@ nothing. `execute.py` quantizes and multiplies by the declaration; the plan and 
 
 import copy
 from abc import ABC, abstractmethod
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -133,10 +133,15 @@ class LowBitScheme(Scheme):
         if not (head and nearest):
             return self
         others = [gemm for gemm in get_args(Gemm) if applies(self.stochastic_rounding, gemm)]
-        rounded = copy.copy(self)
-        # Not `replace`: of stored weights it is no field, and `activations` has no word for some of the GEMMs.
-        object.__setattr__(rounded, "stochastic_rounding", (*others, *nearest))
-        return rounded
+        # Of stored weights it is no field, and `activations` has no word for some of the GEMMs.
+        return self.derived(stochastic_rounding=(*others, *nearest))
+
+    def derived(self, **attributes: Any) -> "LowBitScheme":
+        """A copy with other values of attributes that need not be fields, which `dataclasses.replace` cannot give."""
+        changed = copy.copy(self)
+        for name, value in attributes.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
         """Why a linear of this shape stays in high precision on this device; None if it is swapped. The device meta

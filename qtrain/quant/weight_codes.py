@@ -4,7 +4,6 @@ forward, backward and recompute.
 Where both operands follow from one set of codes, processes may exchange those in place of the weight (`wire_format`).
 """
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -123,9 +122,7 @@ def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
     stored = scheme.stored_format is not None and rows == STORED_FORMATS[scheme.stored_format]
     if wire_format(scheme) is None and not (stored and columns.granularity == "rowwise"):
         return scheme
-    one = copy.copy(scheme)
-    object.__setattr__(one, "one_weight_layout", True)  # no option of a scheme, and so no field
-    return one
+    return scheme.derived(one_weight_layout=True)  # no option of a scheme, and so no field
 
 
 def has_two_layouts(scheme: Scheme) -> bool:

@@ -45,6 +45,7 @@ class HostGradients:
             assert gradient is not None, f"{sharded.name} took no part in the loss"
             gradients.append(gradient)
             self._add(total.view(-1), gradient.view(-1), first)
+        # Not the kernel, whose table of addresses comes from the host's pageable memory: a capture refuses that copy.
         self._squares[index].copy_(sum_of_squares_ref(gradients))
         if self._out is not None:  # whoever waits for the current stream finds the sums in host memory
             torch.cuda.current_stream().wait_stream(self._out)

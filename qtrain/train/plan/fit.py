@@ -184,6 +184,9 @@ def _groups(
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
 
     unchunked = {} if keep_given else {"mlp_chunks": 0}
+    kinds, layouts = _recomputed(settings, keep_given), _weight_codes(checked, keep_given)
+    places = list(_moved(checked, keep_given))
+    block = [found for found in kinds if "block" in recompute_kinds(replace(settings, **found))]
 
     def flags(micro: int | None, recomputed: Flags, chunks: int, moved: Flags) -> dict[str, Any]:
         found = {**unchunked, **recomputed, "loss_chunks": chunks, **moved}
@@ -194,20 +197,17 @@ def _groups(
 
     for micro in [None] if fixed else sizes:
         tokens = (micro or per_rank) * rows
-        of_recompute = _recomputed(settings, keep_given)
-        in_full = [found for found in of_recompute if "block" in recompute_kinds(replace(settings, **found))]
         mlp_chunks = _mlp_chunks(settings, (micro or checked.geometry.micro_batch_size) * rows, keep_given, dense)
-        chunked = [{**found, "mlp_chunks": chunks} for found in in_full for chunks in mlp_chunks]
-        of_recompute, in_full = of_recompute + chunked, in_full + chunked
-        for names, moved in _moved(checked, keep_given):
+        chunked = [{**found, "mlp_chunks": chunks} for found in block for chunks in mlp_chunks]
+        for names, moved in places:
             # Layers' inputs are worth their way where they are all that is kept.
-            if recomputed := in_full if "residuals" in names else of_recompute:
+            if recomputed := (block if "residuals" in names else kinds) + chunked:
                 yield [
                     [
                         [flags(micro, found, n, {**moved, **codes}) for n in _chunks(settings, tokens, keep_given)]
                         for found in recomputed
                     ]
-                    for codes in _weight_codes(checked, keep_given)
+                    for codes in layouts
                 ]
 
 
@@ -220,10 +220,12 @@ def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[s
         return
     options.pop("offload", None)
     elsewhere = {} if settings.optim_kwargs is None else {"optim_kwargs": options or None}
-    states = checked.optimizer.host_names
-    layers = [*(["residuals"] if _own_decoder(settings) else []), *(["weights"] if _freezes_layers(checked) else [])]
+    states, own = checked.optimizer.host_names, _own_decoder(settings)
+    alone = own and checked.mesh.world == 1
+    frozen = alone and getattr(settings, "lora", None) is not None
+    layers = [*(["residuals"] if own else []), *(["weights"] if frozen else [])]
     chosen = [(*states[:count], *of_layers) for of_layers in _subsets(layers) for count in range(len(states) + 1)]
-    if checked.mesh.world == 1 and _own_decoder(settings) and not _freezes_layers(checked):
+    if alone and not frozen:
         chosen += [(*states, *of_layers, "weights", "gradients") for of_layers in _subsets(layers)]
     for names in chosen:
         yield names, {} if set(names) == checked.offload else {"offload": names, **elsewhere}
@@ -242,11 +244,6 @@ def _weight_codes(checked: CheckedSettings, keep_given: bool) -> list[Flags]:
 
 def _own_decoder(settings: TrainSettings) -> bool:
     return isinstance(settings, LanguageSettings) and settings.model_impl == "native"
-
-
-def _freezes_layers(checked: CheckedSettings) -> bool:
-    alone = checked.mesh.world == 1 and _own_decoder(checked.settings)
-    return alone and getattr(checked.settings, "lora", None) is not None
 
 
 def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any]]:
