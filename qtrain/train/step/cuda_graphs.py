@@ -163,15 +163,22 @@ class StepGraphs:
         """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""
         # All graphs of a step share a memory pool: they never run at the same time.
         graph = torch.cuda.CUDAGraph()
+        stream, failure, ended = torch.cuda.current_stream(), None, True
         try:
             # thread_local: the prefetching thread may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = run()
+                try:
+                    result = run()
+                except RuntimeError as error:  # the end of the capture may fail too, of streams that it finds unjoined
+                    failure = error
         except RuntimeError as error:
-            reason, no_memory = first_line(error), isinstance(error, torch.cuda.OutOfMemoryError)
-        else:
+            failure, ended = failure or error, False
+        if failure is None:
             return graph, result
-        del graph
+        reason, no_memory = first_line(failure), isinstance(failure, torch.cuda.OutOfMemoryError)
+        del graph, failure
+        if not ended:
+            self._end_capture(stream)
         self._refused = True
         if self._parallel is not None:
             self._parallel.abort_micro_batch()
@@ -185,3 +192,10 @@ class StepGraphs:
             torch.cuda.empty_cache()
         log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", reason)
         return None
+
+    def _end_capture(self, stream: torch.cuda.Stream) -> None:
+        """What torch leaves undone when CUDA refuses the end of a capture: the stream stays the capture's, and the
+        allocator keeps the pool and, as during a capture, frees nothing before it reports that memory ran out."""
+        torch.cuda.set_stream(stream)
+        torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        torch._C._cuda_releasePool(self._device.index, self._pool)

@@ -122,9 +122,11 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("unjoined", [False, True], ids=["joined", "unjoined"])
 @pytest.mark.parametrize("captures", [1, 2])
-def test_a_capture_that_runs_out_of_memory_is_given_up(captures, monkeypatch, caplog):
-    """In the middle of the first or second one of a step: steps go on with the same bits, and its memory is free."""
+def test_a_capture_that_runs_out_of_memory_is_given_up(captures, unjoined, monkeypatch, caplog):
+    """In the middle of the first or second one of a step, with or without work on another stream: steps go on with the
+    same bits, on the same stream, and the capture's memory is free."""
     ordinary, weights, _ = train("fp8_tensorwise", {}, 3, graphed=False)
     begun = 0
     whole = cuda_graphs.forward_backward
@@ -135,14 +137,23 @@ def test_a_capture_that_runs_out_of_memory_is_given_up(captures, monkeypatch, ca
         if torch.cuda.is_current_stream_capturing():
             begun += 1
             if begun == captures:
+                if unjoined:
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        nll.clone()
                 torch.empty(2**46, dtype=torch.uint8, device="cuda")
         return nll
+
+    side, stream = torch.cuda.Stream(), torch.cuda.current_stream()
 
     monkeypatch.setattr(cuda_graphs, "forward_backward", forward_backward)
     replayed, weights_replayed, graphs = train("fp8_tensorwise", {}, 3, graphed=True)
     assert replayed == ordinary and begun == captures and not graphs._micro_steps
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert "runs without (there is not enough memory for both)" in caplog.text
+    assert torch.cuda.current_stream() == stream
+    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
+    assert pools <= {(0, 0)}, "the allocator keeps the memory of the capture"
 
 
 @pytest.mark.gpu
