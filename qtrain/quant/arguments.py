@@ -38,12 +38,21 @@ class LinearArguments(NamedTuple):
         delayed = self.x_scale if name == "x" else self.dy_scale
         return OperandRequest(self.scheme, name, needs, self.key, delayed, self.block_groups, self.exchange)
 
-    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`. With
-        groups, the rows of each are multiplied with its own matrix of w [groups * N, K], or give that of dw."""
+    def multiply(
+        self,
+        gemm: Gemm,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        low_rank: gemm_table.LowRank | None = None,
+    ) -> Tensor:
+        """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`, and
+        the product of low_rank to either. With groups, which have neither, the rows of each are multiplied with its own
+        matrix of w [groups * N, K], or give that of dw."""
         fast_accum = applies(self.scheme.fast_accum, gemm)  # of FP8 only; other products ignore it
         if self.groups is None:
-            return gemm_table.multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
+            return gemm_table.multiply(gemm, a, b, dtype, bias, low_rank, fast_accum=fast_accum)
         return gemm_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
+from qtrain.kernels.gemm.low_rank_mm import low_rank_mm
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
@@ -30,6 +31,9 @@ from qtrain.tensors.stored_weight import read_again
 
 Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
 """(a [M, K], b [N, K], dtype, bias [N], fast_accum) -> a · bᵀ + bias [M, N] in dtype."""
+
+LowRank = tuple[Tensor, Tensor]
+"""(left [M, r], right [N, r]) of a product left · rightᵀ [M, N] that is added to another one, in its dtype."""
 
 
 def _scaled(
@@ -103,14 +107,27 @@ def emulates_grouped(a: OperandFormat, b: OperandFormat) -> bool:
 
 
 def multiply(
-    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast_accum: bool = True
+    gemm: Gemm,
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
+    *,
+    fast_accum: bool = True,
 ) -> Tensor:
-    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
+    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`, and the
+    product of low_rank to either."""
+    if low_rank is not None and not _adds_low_rank(a, b):
+        y = multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
+        return torch.addmm(y, low_rank[0], low_rank[1].t())
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         if b.format.fmt == "nf4":
             b = _nf4_in_8_bits(gemm, a, b)
         elif gemm == "grad_input" and b.format.sum_dim == 0:
             b = _other_layout(b)
+        if low_rank is not None:
+            return low_rank_mm(a.codes, b.codes, a.scale, b.scale, *low_rank, bias, fast_accum)
         return products_of(a.format, b.format).dense(a, b, dtype, bias, fast_accum)
     # dy in high precision, w stored in low bits.
     if gemm == "grad_input" and isinstance(b, QuantizedTensor):
@@ -119,6 +136,13 @@ def multiply(
     if gemm == "output":
         return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
+
+
+def _adds_low_rank(a: Operand, b: Operand) -> bool:
+    """Whether the kernel of this product adds one of low rank: that which applies scales in its epilogue."""
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return False
+    return b.format.fmt == "nf4" or products_of(a.format, b.format).dense is _scaled
 
 
 def multiply_grouped(

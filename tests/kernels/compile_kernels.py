@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
-from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, scaled_mm
+from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
@@ -245,6 +245,13 @@ def gemms() -> Iterator[Case]:
             zeros(len(out), k, dtype=a), zeros(n, k, dtype=b), s, zeros(n, dtype=FP32), out, t,
             bias=zeros(n) if i % 2 else None, fast_accum=i % 2 == 0,
         )  # fmt: skip
+    for number, t in enumerate(low_rank_mm.TILINGS.values()):
+        for (a, b), rank in ((pair, rank) for pair in dtypes for rank in (16, 48)):
+            some = (a, b, rank, number) == (*dtypes[-1], 48, len(low_rank_mm.TILINGS) - 1)
+            yield some, lambda t=t, a=a, b=b, r=rank: low_rank_mm.launch_low_rank_mm(
+                zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512, dtype=FP32), zeros(512, dtype=FP32),
+                zeros(512, r), zeros(512, r), zeros(512, 512), t,
+            )  # fmt: skip
     for number, t in enumerate(int8_mm.TILINGS.values()):
         x = zeros(512, 512, dtype=INT8)
         yield number == 0, lambda t=t, x=x: int8_mm.launch_int8_mm(x, x, t)
@@ -429,6 +436,7 @@ def frozen_weights() -> Iterator[Case]:
 GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
 TUNED = {
     "_persistent_mm_kernel",
+    "_low_rank_mm_kernel",
     "_slice_kernel",
     "_sum_slices_kernel",
     "_int4_mm_kernel",

@@ -4,7 +4,8 @@ A linear of the native decoder may fuse several projections in its rows (q, k an
 adapter, A [r, K] and B [rows, r], so the same parameters are trained as by PEFT on separate projections, and they are
 saved and loaded in its format (`peft_format.py`). The base is any linear, also a low-bit one. Adapters are fp32 and
 multiply in the dtype of the activations. They add two memory-bound GEMMs per linear: the A of all projections are
-concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once. Adapters of
+concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once; of a low-bit
+base in the epilogue of its own GEMM (`quant/adapted_linear.py`). Adapters of
 the experts that a router chooses among are in `lora_experts.py`.
 
 DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight separately from its direction:
@@ -29,6 +30,7 @@ from qtrain.models.hf.initial_values import named_generator
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
 from qtrain.models.native.moe import Experts
+from qtrain.quant.adapted_linear import adapted_linear
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 
@@ -95,10 +97,11 @@ class LoraLinear(nn.Module):
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
-        y = y + F.linear(F.linear(x, self._a().to(x.dtype)), self._b().to(x.dtype))
+        a, b, drops = self._a().to(x.dtype), self._b().to(x.dtype), self.dropout and self.training
+        if isinstance(self.base, LowBitLinear) and not drops:
+            y = adapted_linear(self.base, x, a, b)
+        else:
+            y = self.base(x) + F.linear(F.linear(F.dropout(x, self.dropout) if drops else x, a), b)
         if self.magnitude is None:
             return y
         norms = self._norms()

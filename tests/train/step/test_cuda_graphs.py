@@ -137,6 +137,7 @@ def test_a_capture_that_runs_out_of_memory_is_given_up(captures, unjoined, monke
         if torch.cuda.is_current_stream_capturing():
             begun += 1
             if begun == captures:
+                torch.empty(2**29, dtype=torch.uint8, device="cuda")  # freed in the capture's pool
                 if unjoined:
                     side.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(side):
@@ -152,8 +153,7 @@ def test_a_capture_that_runs_out_of_memory_is_given_up(captures, unjoined, monke
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert "runs without (there is not enough memory for both)" in caplog.text
     assert torch.cuda.current_stream() == stream
-    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
-    assert pools <= {(0, 0)}, "the allocator keeps the memory of the capture"
+    assert torch.cuda.memory_reserved() < 2**29, "the allocator keeps the memory of the capture"
 
 
 @pytest.mark.gpu
