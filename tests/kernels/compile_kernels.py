@@ -246,12 +246,14 @@ def gemms() -> Iterator[Case]:
             bias=zeros(n) if i % 2 else None, fast_accum=i % 2 == 0,
         )  # fmt: skip
     for number, t in enumerate(low_rank_mm.TILINGS.values()):
-        for (a, b), rank in ((pair, rank) for pair in dtypes for rank in (16, 48)):
-            some = (a, b, rank, number) == (*dtypes[-1], 48, len(low_rank_mm.TILINGS) - 1)
-            yield some, lambda t=t, a=a, b=b, r=rank: low_rank_mm.launch_low_rank_mm(
-                zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512, dtype=FP32), zeros(512, dtype=FP32),
-                zeros(512, r), zeros(512, r), zeros(512, 512), t,
-            )  # fmt: skip
+        (a, b), rank = dtypes[number % len(dtypes)], 16 if t.stages == 4 else 48
+        x, y, scale = zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512, dtype=FP32)
+        yield (
+            number == 2,
+            lambda t=t, x=x, y=y, s=scale, r=rank: low_rank_mm.launch_low_rank_mm(
+                x, y, s, s, zeros(512, r), zeros(512, r), zeros(512, 512), t
+            ),
+        )
     for number, t in enumerate(int8_mm.TILINGS.values()):
         x = zeros(512, 512, dtype=INT8)
         yield number == 0, lambda t=t, x=x: int8_mm.launch_int8_mm(x, x, t)
