@@ -1,8 +1,8 @@
 """report.html: curves and results of a run, from its metrics.jsonl and config.json alone; self-contained.
 
 Keys of a record: loss, eval_loss and final_eval_loss, eval_NAME_loss and final_eval_NAME_loss (of a validation set by
-name), lr, grad_norm, tok_s, sol (fraction), mem (peak bytes), tokens (so far; for images img_s, images), accuracy, top1,
-top5, hellaswag and hellaswag_norm (fractions), samples (list of [prompt, text]).
+name), lr, grad_norm, tok_s, sol (fraction), mem (peak bytes), tokens (so far; for images img_s, images), accuracy,
+top1, top5, hellaswag and hellaswag_norm (fractions), samples (list of [prompt, text]).
 All but `step` may be missing; what no record has is not drawn.
 """
 

@@ -111,7 +111,8 @@ class TrainSettings:
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
-    """On a GPU with --compile, record the step as CUDA graphs and replay them: no launch overhead in Python."""
+    """On a GPU with --compile, record the step as CUDA graphs and replay them: no launch overhead in Python. With --ep
+    they need memory for any routing of tokens to experts."""
 
     train_ds: JsonDict = None
     """Training data as a JSON object, {"type":"TYPE", ...}; --list shows the types and their options."""
