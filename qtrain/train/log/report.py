@@ -191,6 +191,8 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
         rows.append(("Training time, without compile, evaluation and checkpoints", duration(seconds)))
         speeds = sorted(value for _, value in _points(records, unit.rate))
         rows.append((f"{unit.many.capitalize()} per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+        if unit is TOKENS:
+            rows.append(("Time for a billion tokens, at that speed", duration(1e9 / speeds[len(speeds) // 2])))
     add("Peak memory", "mem", highest, lambda value, _: f"{value / 1024**3:.2f} GiB")
     return rows
 

@@ -69,6 +69,7 @@ def test_a_finished_run_has_its_figures_and_curves(tmp_path):
         assert text in page.text
     assert "Best validation loss2.0000 (step 20)" in page.text
     assert "Tokens80,000" in page.text and "checkpoints1m 20s" in page.text and "Peak memory0.04 GiB" in page.text
+    assert "Time for a billion tokens, at that speed11d 13h" in page.text
     assert page.seen.count("svg") == 5 and page.seen.count("polyline") == 6
     assert page.text.count(NASTY) == 3, "prompt, sample and setting, as text"
     assert "unfinished" not in page.text
