@@ -7,6 +7,7 @@ python llm_pretrain.py --model qwen2.5-0.5b --quantize int8 --train_ds '{"type":
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from qtrain.core.process import prepare_process
 
@@ -23,6 +24,11 @@ SCRIPT = Path(__file__).stem
 @dataclass(frozen=True)
 class PretrainSettings(LanguageSettings):
     """Pretrain a language model from random weights, or continue from published ones (--pretrained)."""
+
+    ELSEWHERE: ClassVar[dict[str, str]] = {
+        "lora": "llm_finetune.py has it, and reads text and token shards too (with --no_pretrained from random weights)"
+    }
+    """Flags of another script, for the message to who gives them here."""
 
 
 def main(argv: list[str]) -> None:

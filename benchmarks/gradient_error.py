@@ -30,7 +30,8 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
-from qtrain.data.stream import StreamContext, eval_batches
+from qtrain.data.eval_windows import eval_batches
+from qtrain.data.stream import StreamContext
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
 from qtrain.quant.swap import find_linears

@@ -69,6 +69,7 @@ def wrong_evaluate(*says: str, words: tuple[str, ...] = (), **settings: Any) -> 
 FLAGS = [
     wrong("--bath_size: unknown flag", "Did you mean --batch_size?", words=("--bath_size=4",)),
     wrong("--quantise: unknown flag", "Did you mean --quantize?", words=("--quantise", "int8")),
+    wrong("--lora: unknown flag. llm_finetune.py has it", "token shards too", words=("--lora", "{}")),
     wrong("--n_steps: '1e3' is not allowed", "a whole number at least 1", n_steps="1e3"),
     wrong("--n_steps: 0 is out of range", "at least 1", n_steps=0),
     wrong("--batch_size: -4 is out of range", "from 1 to 1e+07", batch_size=-4),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtrain.data.stream import StreamContext, dataset_tokenizer, eval_batches
+from qtrain.data.eval_windows import eval_batches
+from qtrain.data.stream import StreamContext, dataset_tokenizer
 from qtrain.models import build_model, read_model_source
 from qtrain.train.eval.language import mean_loss
 from qtrain.train.log.metrics import read_metrics

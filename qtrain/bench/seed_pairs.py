@@ -38,6 +38,7 @@ from qtrain.core.config import JsonDict, as_dict, parse, read_recipe
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
+from qtrain.data.eval_windows import eval_sets
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.text import PLANNED_WITHOUT
 from qtrain.train.settings.listing import listing
@@ -178,7 +179,7 @@ def make_runs(settings: SeedPairsSettings, runs_dir: Path) -> list[PairedRun]:
             f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more, or the --reference."
         )
     seeds = parse_seeds(settings.seeds)
-    data = data_fingerprint(recipe.get("train_ds") or {}, recipe["eval_ds"])
+    data = data_fingerprint(recipe.get("train_ds") or {}, *eval_sets(recipe["eval_ds"], "eval_ds").values())
     return [PairedRun(name, own, seed, recipe, data, runs_dir) for seed in seeds for name, own in variants.items()]
 
 

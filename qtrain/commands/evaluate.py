@@ -8,6 +8,7 @@ A folder or hub id is measured in --dtype; a checkpoint with the scheme that it 
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,8 @@ class EvaluateSettings(EvaluationSettings):
     """Tasks of lm-evaluation-harness, separated by commas; base: ARC, BoolQ, COPA, HellaSwag, OpenBookQA, PIQA,
     WinoGrande."""
     data: JsonDict = None
-    """Data for the loss and --accuracy, a JSON object like --eval_ds; null: --eval_ds of the run, if it is one."""
+    """Data for the loss and --accuracy, a JSON object like --eval_ds, several by name too; null: --eval_ds of the run,
+    if it is one."""
     sequences: Annotated[int, Range(0)] = 0
     """Sequences of --data, the first of a fixed shuffled order; 0: all."""
     seq_len: Annotated[int, Range(0, 10**7)] = 0
@@ -65,6 +67,7 @@ def as_flags(argv: list[str]) -> list[str]:
 def evaluate(settings: EvaluateSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.bench.tables import about_run, check_json, write_json
+    from qtrain.data.eval_windows import eval_sets, set_flag
     from qtrain.data.stream import StreamContext, dataset_tokenizer, tokenizer_needed
     from qtrain.train.assembly.measured import Measured
     from qtrain.train.eval.language import LanguageEvaluation, load_evaluation
@@ -86,8 +89,8 @@ def evaluate(settings: EvaluateSettings) -> None:
     if not (data or settings.tasks or settings.hellaswag or settings.sample_prompts):
         raise UserError("--data, --tasks: nothing to measure is given; give one of them, or --hellaswag.")
     check_lm_eval(settings.tasks, "--tasks")
-    tokenizer = dataset_tokenizer(data, "--data") if data else None
-    tokenizer = tokenizer or measured.tokenizer()
+    named = (dataset_tokenizer(spec, set_flag("--data", name)) for name, spec in eval_sets(data, "--data").items())
+    tokenizer = next(filter(None, named), None) or measured.tokenizer()
     if tokenizer is None and trained is not None and trained.train_ds:
         tokenizer = dataset_tokenizer(trained.train_ds, "--train_ds of the run")
     seq_len = settings.seq_len or (trained.seq_len if trained else SEQ_LEN)
@@ -144,9 +147,10 @@ def results_table(model: str, results: dict[str, float]) -> "Table":
 def _rows(results: dict[str, float]) -> Iterator[tuple[str, float, float | None]]:
     """(name, value, its standard error) of each measure."""
     for name, value in results.items():
-        if name == "eval_loss":
-            yield "loss", value, None
-            yield "perplexity", math.exp(min(value, 700.0)), None  # more is no float
+        if loss := re.fullmatch(r"eval_(?:(.+)_)?loss", name):  # of all data, or of a set by name
+            of_set = f"{loss[1]}/" if loss[1] else ""
+            yield f"{of_set}loss", value, None
+            yield f"{of_set}perplexity", math.exp(min(value, 700.0)), None  # more is no float
         elif "_stderr" not in name:
             metric, comma, kind = name.partition(",")
             yield name.removeprefix("lm_eval/"), value, results.get(f"{metric}_stderr{comma}{kind}")

@@ -255,8 +255,8 @@ def _refuse_unknown_flags(cls: type, argv: list[str], prog: str, answers: Sequen
             continue
         name, following = _flag_name(argument), argv[position + 1 : position + 2]
         if name not in allowed:
-            close = nearest(name, known.union(answers))
-            hint = f" Did you mean --{close}?" if close else ""
+            close, elsewhere = nearest(name, known.union(answers)), getattr(cls, "ELSEWHERE", {}).get(name)
+            hint = f" {elsewhere}." if elsewhere else f" Did you mean --{close}?" if close else ""
             raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: {command_line(prog)} --help")
         has_value = "=" in argument or bool(following and not following[0].startswith("-"))
         if hints.get(name) is bool and has_value:

@@ -9,6 +9,7 @@ from typing import Any
 
 _MODULES = {
     "batch": ("IGNORED", "Batch", "Sample", "TensorBatch"),
+    "eval_windows": ("eval_batches",),
     "examples.examples": ("ExampleDataset",),
     "images.augment": ("ImageTransform", "Mixer", "make_augmentation"),
     "images.image_loader": ("BatchMaker", "ImageBatch", "ImageLoader"),
@@ -19,7 +20,6 @@ _MODULES = {
         "Stream",
         "StreamContext",
         "dataset_tokenizer",
-        "eval_batches",
         "open_stream",
         "with_chat_template",
     ),

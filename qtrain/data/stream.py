@@ -5,12 +5,10 @@ is a small JSON object taken after a sample. Seeking a fresh stream to it gives 
 epoch boundaries.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
 from qtrain.core.registry import Registry
-from qtrain.data.batch import Batch, Sample
+from qtrain.data.batch import Sample
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -251,52 +249,3 @@ def check_position(position: Mapping[str, Any], expected: Mapping[str, Any], fla
                 f"{flag}: cannot resume: the checkpoint's data position has {key} {position.get(key)!r}, this run has "
                 f"{value!r}. Use the dataset and settings of the interrupted run."
             )
-
-
-EVALUATION_SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalWindows:
-    """`batches`, and the number of windows in them; `reads`: what the stream of all windows reads."""
-
-    batches: list[Batch]
-    n_sequences: int
-    reads: Sequence[Extent] = ()
-
-
-def all_eval_batches(spec: Mapping[str, Any], ctx: StreamContext, micro_batch_size: int, flag: str) -> Iterator[Batch]:
-    """Every window once, in a fixed shuffled order, in batches, of which the last may be smaller."""
-    return _batches(_eval_stream(spec, ctx, flag), micro_batch_size)
-
-
-def eval_batches(
-    spec: Mapping[str, Any], ctx: StreamContext, micro_batch_size: int, n_sequences: int, flag: str
-) -> EvalWindows:
-    """The first `n_sequences` windows of `all_eval_batches`. Raises UserError when there is no window."""
-    stream = _eval_stream(spec, ctx, flag)
-    batches = list(_batches(stream, micro_batch_size, n_sequences))
-    if not batches:
-        raise UserError(
-            f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
-            "smaller --seq_len."
-        )
-    return EvalWindows(batches, sum(len(batch.input_ids) for batch in batches), stream.reads)
-
-
-def _eval_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:
-    # Not the run's seed: losses of runs with different seeds are over the same windows.
-    return open_stream(spec, dataclasses.replace(ctx, seed=EVALUATION_SEED, shuffle=True, epochs=1), flag)
-
-
-def _batches(stream: Stream, micro_batch_size: int, n_sequences: int | None = None) -> Iterator[Batch]:
-    """Batches of the stream's first `n_sequences` samples; None: of all."""
-
-    def samples() -> Iterator[Sample]:
-        with contextlib.suppress(StopIteration):  # the stream's end
-            while True:
-                yield stream.next_sample()
-
-    found = itertools.islice(samples(), n_sequences)
-    while batch := list(itertools.islice(found, micro_batch_size)):
-        yield Batch.of(batch)

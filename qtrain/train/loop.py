@@ -19,7 +19,7 @@ from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
 from qtrain.data.stream import SKIPPED
-from qtrain.optim import OPTIMIZERS, LRSchedule
+from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
@@ -424,7 +424,7 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(step(), plan, settings, peak_memory(device), checkpoint(), OPTIMIZERS.names()) from None
+        raise out_of_memory(step(), plan, settings, peak_memory(device), checkpoint()) from None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -85,6 +85,35 @@ def test_results_are_also_files():
     assert {"hellaswag", "hellaswag_norm"} <= cells.keys()
 
 
+@pytest.mark.parametrize("script", [llm_pretrain, llm_finetune])
+def test_several_named_sets(script):
+    """Each has its losses, in the log, the screen, the report and afterwards; the best is chosen by the mean of all."""
+    named = {"wiki": HELD, "asked": ASKED, "own": TRAIN}
+    done = call(script.main, flags(**TINY | {"seq_len": 160}, train_ds=TRAIN, eval_ds=named, dry_run=True))
+    assert done.out.count("warning") == 1 and "all of --eval_ds.own is also read by --train_ds" in done.out
+    settings = {"eval_sequences": 2, "final_eval": "all", "keep_best": True, "accuracy": 1, "answer_tokens": 2}
+    run = trained(script, eval_ds=named, seq_len=160, **settings)
+    *_, last, final = (r for r in read_metrics(run / "metrics.jsonl") if "loss" not in r)
+    names = {f"eval_{name}_loss" for name in named}
+    assert {"eval_loss", "accuracy", *names} <= last.keys()
+    assert final.keys() == {"step", "final_eval_loss", *(f"final_{name}" for name in names)}
+    assert min(last[name] for name in names) < last["eval_loss"] < max(last[name] for name in names)
+    assert "Loss over all of wiki" in (run / "report.html").read_text()
+    assert f"eval_wiki_loss {last['eval_wiki_loss']:.4f}" in (run / "train.log").read_text()
+    found = evaluated(str(run / "checkpoints/00000002"))
+    for name in named:
+        assert found[f"{name}/loss"] == pytest.approx(final[f"final_eval_{name}_loss"], abs=1e-4)
+    assert found["loss"] == pytest.approx(final["final_eval_loss"], abs=1e-4) and "wiki/perplexity" in found
+
+
+def test_the_set_is_named_that_cannot_be_read():
+    settings = {**TINY, "train_ds": TRAIN, "eval_ds": {"wiki": HELD, "code": {**HELD, "paths": "absent"}}}
+    done = call(llm_pretrain.main, flags(**settings))
+    assert done.code == 2 and "--eval_ds.code" in done.err and not Path("runs").exists()
+    done = call(llm_pretrain.main, flags(**settings | {"eval_ds": {"wiki": HELD, "code": {"paths": "x"}}}))
+    assert done.code == 2 and "--eval_ds.code: the key 'type' is missing" in done.err
+
+
 @pytest.mark.parametrize(
     ("train_ds", "eval_ds", "warns"),
     [

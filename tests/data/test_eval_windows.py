@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.data.stream import StreamContext, eval_batches
+from qtrain.data.eval_windows import eval_batches, eval_sets, set_flag
+from qtrain.data.stream import StreamContext
 from tests.data.corpora import specs, write_raw
 
 
@@ -36,3 +37,24 @@ def test_not_one_window_is_an_error(tmp_path):
     spec = {"type": "text", "paths": str(tmp_path), "tokenizer": "byte"}
     with pytest.raises(UserError, match=r"^--eval_ds: it holds less than one window of seq_len\+1 = 33"):
         eval_batches(spec, StreamContext(32), 4, 10, "--eval_ds")
+
+
+def test_one_dataset_or_several_by_name():
+    one = {"type": "text", "paths": "x"}
+    assert eval_sets(None, "--eval_ds") == {} and eval_sets(one, "--eval_ds") == {"": one}
+    assert eval_sets({"wiki": one, "code.2-b": one}, "--eval_ds") == {"wiki": one, "code.2-b": one}
+    assert eval_sets({"paths": "x"}, "--eval_ds") == {"": {"paths": "x"}}, "a dataset without its type: refused as such"
+    assert set_flag("--eval_ds", "wiki") == "--eval_ds.wiki" and set_flag("--eval_ds", "") == "--eval_ds"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"wiki": {"type": "text"}, "paths": "x"}, "--eval_ds: 'paths' is no dataset; give"),
+        ({"a b": {"type": "text"}}, "--eval_ds: 'a b' cannot name a dataset; use letters"),
+        ({"": {"type": "text"}}, "--eval_ds: '' cannot name a dataset"),
+    ],
+)
+def test_what_names_no_datasets_is_refused(spec, message):
+    with pytest.raises(UserError, match="^" + message):
+        eval_sets(spec, "--eval_ds")

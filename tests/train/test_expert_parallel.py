@@ -163,10 +163,14 @@ def test_fine_tuning_and_what_is_no_mixture_is_refused():
         check_experts_divisible(ModelConfig.from_hf(MIXTURE), 3, "qwen")
 
 
-def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) -> tuple[float, float]:
-    mesh = make_mesh(1, 2, "cpu", ep=2)
-    source, group = ModelSource("small", MIXTURE, "--model"), mesh.expert_mesh.tp_group
-    parts = ModelParallel(source.model_config(), group, experts_only=True)
+def _of_compiled(
+    scheme: str, mode: str, compiled: bool, deterministic: bool, every_routing: bool = True, ranks: int = 2
+) -> tuple[float, float]:
+    """Of `ranks`, which have two experts each."""
+    mesh = make_mesh(1, ranks, "cpu", ep=ranks)
+    source = ModelSource("small", {**MIXTURE, "num_experts": 2 * ranks}, "--model")
+    group = mesh.expert_mesh.tp_group
+    parts = ModelParallel(source.model_config(), group, experts_only=True, every_routing=every_routing)
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
     quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
@@ -191,4 +195,19 @@ def test_recomputed_and_compiled_layers(how, deterministic):
     if compiled == "eager":
         assert found == plain
     for (loss, norm), (other_loss, other_norm) in zip(found, plain, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-3) and norm == pytest.approx(other_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    sampled(["eager none", "eager selective", "compiled none", "compiled full"], lambda how: how != "eager none"),
+)
+def test_rows_as_a_routing_needs_them_change_nothing(how):
+    """Four ranks: rows for every routing are four times an even load."""
+    compiled, mode = how.split()
+    arguments = "int8", mode, compiled == "compiled", False
+    every, needed = (run_ranks(4, _of_compiled, *arguments, every_routing, 4) for every_routing in (True, False))
+    if compiled == "eager":
+        assert needed == every
+    for (loss, norm), (other_loss, other_norm) in zip(needed, every, strict=True):  # compiled in other parts
         assert loss == pytest.approx(other_loss, rel=1e-3) and norm == pytest.approx(other_norm, rel=1e-2)

@@ -3,7 +3,9 @@
 A router sends each of T tokens to k experts: T * k routes. Sorted by expert, the tokens of an expert are neighbors, and
 one product over all groups reads them. Each group begins at a multiple of ALIGNMENT rows, so a tile of a GEMM and a
 block of scales never contain two groups. The number of rows is the upper bound over all routings: shapes are static,
-nothing is read back by the host, and a step can be recorded. Rows that hold no token are zero.
+nothing is read back by the host, and a step can be recorded. Rows that hold no token are zero. Of a rank that has some
+of the groups that bound is many times its share: where a step is not recorded, the host may read the rows that a
+routing needs (`group_rows_of`).
 """
 
 from typing import NamedTuple
@@ -17,6 +19,10 @@ from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 ALIGNMENT = BLOCK_ROWS
 """Rows that a group is padded to a multiple of: the tile of the GEMMs, the block of blockwise scales, and what
 quantizers count to one group."""
+
+
+EVEN_LOADS = 2
+"""Rows that `group_rows_of` takes at least where it knows the routing: as many times those of an even one."""
 
 
 class TokenPermutation(NamedTuple):
@@ -203,17 +209,27 @@ def group_rows(topk_ids: Tensor, groups: int) -> TokenPermutation:
 
 
 @torch.no_grad()
-def group_rows_of(topk_ids: Tensor, groups: int, first: int, count: int) -> TokenPermutation:
+def group_rows_of(
+    topk_ids: Tensor, groups: int, first: int, count: int, every_routing: bool = True
+) -> TokenPermutation:
     """The rows of `count` of the groups, from number `first` on, which come first and are numbered from 0. Routes to
-    other groups are left out: their rows are zero. A token has at most one route to a group."""
+    other groups are left out: their rows are zero. A token has at most one route to a group.
+
+    every_routing: as many rows as any routing needs. Without, those of EVEN_LOADS times an even load, doubled until
+    this routing fits: few sizes, for kernels that are timed for each, and one number that the host waits for."""
     found = group_rows((topk_ids - first) % groups, groups).part(0, count)
     tokens, per_token = topk_ids.shape
-    rows = padded_rows(tokens * min(per_token, count), count) + ALIGNMENT  # the last block is zero under any routing
+    routes = most = tokens * min(per_token, count)
+    if not every_routing:
+        needed, routes = int(found.starts[-1]), EVEN_LOADS * -(-tokens * per_token * count // groups)
+        while routes < most and padded_rows(routes, count) < needed:
+            routes *= 2
+    rows = padded_rows(min(routes, most), count) + ALIGNMENT  # the last block is zero under any routing
     if found.rows <= rows:
         return found
     return TokenPermutation(
-        found.token_of_row[:rows],
+        found.token_of_row[:rows].clone(),  # kept for backward: not the memory of all rows
         found.row_of_topk.clamp(max=rows - 1),
-        found.group_of_block[: rows // ALIGNMENT],
+        found.group_of_block[: rows // ALIGNMENT].clone(),
         found.starts,
     )

@@ -40,6 +40,8 @@ class MoEConfig:
     """The load-balancing loss that the config names."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP."""
+    reserved: int | None = None
+    """Of a rank's part of a model: routes to its experts, for each token, that it has rows for; None: per_token."""
 
     @property
     def selection_bias(self) -> bool:

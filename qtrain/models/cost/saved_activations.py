@@ -134,7 +134,9 @@ def layer_kinds(config: ModelConfig, tokens: int) -> list[LayerKind]:
 def rows_per_token(config: ModelConfig, tokens: int) -> float:
     """Rows that a mixture's experts compute for each of `tokens`, with padding; 0 without a mixture."""
     mixture = config.moe
-    return 0.0 if mixture is None else padded_rows(tokens * mixture.per_token, mixture.experts) / tokens
+    if mixture is None:
+        return 0.0
+    return padded_rows(tokens * (mixture.reserved or mixture.per_token), mixture.experts) / tokens
 
 
 def saved_per_token(

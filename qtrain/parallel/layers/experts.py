@@ -2,8 +2,9 @@
 
 Rank j of N holds the experts [j * E / N, (j + 1) * E / N). Every rank routes its own tokens; then the ranks gather all
 tokens with their routes, as codes where the scheme allows it (`exchange.py`), and send back sums. A token meets
-nearly all ranks where it has many routes, so this is less than a message for every route; shapes do not depend on the
-routing, and the host reads nothing back.
+nearly all ranks where it has many routes, so this is less than a message for every route; messages do not depend on the
+routing. Nor do the rows that a rank computes where a step is recorded as CUDA graphs: as many as any routing needs, and
+the host reads nothing back. Else they are those of `group_rows_of`, which grow with the busiest routing of a step.
 
     added      all tokens are one batch. A rank's rows are those routed to its experts, and what travels back is the sum
                over a token's routes to them, [T, C] in x's dtype, added in fp32 in the order of the ranks
@@ -40,9 +41,9 @@ ROUTES = "routes"
 class EPExperts(Experts):
     """This rank's experts. Every rank calls it with its own tokens."""
 
-    def __init__(self, experts: Experts, group: RankGroup):
+    def __init__(self, experts: Experts, group: RankGroup, every_routing: bool = True):
         become(self, experts)
-        self.group = group
+        self.group, self.every_routing = group, every_routing
         self.terms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         """In order: what receives the gradients of gate_up and of down_proj in place of the parameters, [N, *shape],
         one for the tokens of each rank."""
@@ -56,7 +57,8 @@ class EPExperts(Experts):
         return {id(w): terms for w, terms in zip(weights, self.terms, strict=True)}
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return ParallelExpertsFunction.apply(
+        apply = ParallelExpertsFunction.apply if self.every_routing else _apply_uncompiled
+        return apply(
             x,
             weights,
             self.gate_up.weight,
@@ -67,8 +69,14 @@ class EPExperts(Experts):
             linear_arguments(self.down_proj),
             self.memory,
             self.group,
+            self.every_routing,
             torch.is_grad_enabled(),
         )
+
+
+@torch.compiler.disable  # sizes that the host reads have no place in a graph
+def _apply_uncompiled(*arguments) -> Tensor:
+    return ParallelExpertsFunction.apply(*arguments)
 
 
 class _Batch(NamedTuple):
@@ -98,6 +106,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         down: LinearArguments,
         memory: MLPMemory,
         group: RankGroup,
+        every_routing: bool,
         grad_enabled: bool,
     ) -> Tensor:
         ctx.in_order, ctx.group = up_terms is not None, group
@@ -119,7 +128,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
                 for batch, tokens in zip(ctx.batches, every, strict=True)
             ]
         else:
-            ctx.batches = [_added(*routes, count, up, down, group)]
+            ctx.batches = [_added(*routes, count, up, down, group, every_routing)]
             operands = [quantize_routed(ctx.batches[0].up, x, x_needs, group)]
         found = [
             mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype, memory)
@@ -160,14 +169,20 @@ class ParallelExpertsFunction(torch.autograd.Function):
         weight_gradients = [dup and dup[0], ddown and ddown[0], None, None]
         if ctx.in_order:
             weight_gradients = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
-        return dx, dweights, *weight_gradients, None, None, None, None, None, None
+        return dx, dweights, *weight_gradients, None, None, None, None, None, None, None
 
 
 def _added(
-    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: RankGroup
+    experts: Tensor,
+    weights: Tensor,
+    count: int,
+    up: LinearArguments,
+    down: LinearArguments,
+    group: RankGroup,
+    every_routing: bool,
 ) -> _Batch:
     """All ranks' tokens, of which this rank computes `count` experts."""
-    groups = group_rows_of(experts, count * group.ranks, group.rank * count, count)
+    groups = group_rows_of(experts, count * group.ranks, group.rank * count, count, every_routing)
     return _Batch(weights, groups, up._replace(groups=groups), down._replace(groups=groups))
 
 

@@ -3,7 +3,9 @@
 import dataclasses
 
 from qtrain.core.errors import UserError
+from qtrain.kernels.grouped.token_permutation import EVEN_LOADS
 from qtrain.models.config.model import ModelConfig
+from qtrain.models.config.moe import MoEConfig
 from qtrain.parallel.mesh import Mesh, divisors
 
 
@@ -47,10 +49,15 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
         )
 
 
-def local_config(config: ModelConfig, tp: int, ep: int) -> ModelConfig:
-    """The sizes of what one rank holds with --tp or --ep, its experts among them."""
+def local_config(config: ModelConfig, tp: int, ep: int, every_routing: bool = True) -> ModelConfig:
+    """The sizes of what one rank holds with --tp or --ep, its experts among them. every_routing: with --ep rows are
+    those of any routing; without, those that a rank takes at least (`group_rows_of`)."""
     if tp == 1:
-        return _local_experts(config, ep, micro_batches=ep)
+        local = _local_experts(config, ep, micro_batches=ep)
+        if ep == 1 or every_routing:
+            return local
+        rows = min(EVEN_LOADS * config.moe.per_token, local.moe.per_token)
+        return dataclasses.replace(local, moe=dataclasses.replace(local.moe, reserved=rows))
     local = dataclasses.replace(
         config,
         vocab_size=-(-config.vocab_size // tp),  # the most that a rank has
@@ -70,3 +77,15 @@ def _local_experts(config: ModelConfig, ranks: int, micro_batches: int) -> Model
     # A token has at most one route to an expert: no more of them than this rank has experts.
     per_token = micro_batches * min(config.moe.per_token, own)
     return dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts=own, per_token=per_token))
+
+
+def describe_rows(moe: MoEConfig, ranks: int, every_routing: bool) -> str:
+    """The plan's line on the rows that --ep `ranks` reserves for a rank's experts."""
+    most = ranks * min(moe.per_token, moe.experts // ranks) / moe.per_token
+    if every_routing or most <= EVEN_LOADS:
+        fix = f"; --no_cuda_graphs reserves {EVEN_LOADS}, and more when a step needs them" * (most > EVEN_LOADS)
+        return f"rows    for every routing, {most:g} times an even load{fix}"
+    return (
+        f"rows    for {EVEN_LOADS} times an even load, which the plan counts; a step whose routing needs more takes "
+        f"twice as many, and so on up to {most:g} times: nothing is dropped"
+    )

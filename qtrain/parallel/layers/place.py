@@ -70,6 +70,8 @@ class ModelParallel:
     experts_only: bool = False
     sequence: bool = True
     """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
+    every_routing: bool = True
+    """With --ep, whether a rank has rows for any routing (`EPExperts`)."""
 
     @cached_property
     def vocabulary(self) -> list[tuple[int, int]]:
@@ -153,6 +155,7 @@ class ModelParallel:
                     )
                     _set_sizes(module, shape)
         model.parts = self
+        model.fullgraph = model.fullgraph and self.every_routing
         # After the shapes: parallel modules read the sizes of the weights that they take over.
         stream = Stream(self.group, self.sequence)
         for name, module in list(model.named_modules()):
@@ -167,7 +170,7 @@ class ModelParallel:
     def _parallel_kind(self, name: str, module: nn.Module, stream: Stream) -> nn.Module | None:
         """What replaces a module; None: it stays."""
         if isinstance(module, Experts):
-            return EPExperts(module, self.group)
+            return EPExperts(module, self.group, self.every_routing)
         if self.experts_only or name.endswith(".shared"):  # every rank has all of a shared expert
             return None
         if isinstance(module, Attention):

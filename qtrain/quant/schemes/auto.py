@@ -23,6 +23,9 @@ from qtrain.quant.tensor_roles import Gemm
 Shape = tuple[int, int]
 """In-features and out-features."""
 
+WARM_UP_SECONDS = 0.3
+"""Work before the first timing: clocks and caches of an idle device would count against the first candidate."""
+
 _QUEUE_CYCLES = 20_000_000
 """About 10 ms of GPU clocks: the device spins while the host enqueues, so that launch overhead is not measured."""
 
@@ -119,6 +122,8 @@ def choose_per_shape(
     width = max(len(_text(shape)) for shape in counts) if counts else 0
     lines = [f"auto    ms of forward and backward, {tokens:,} tokens: {', '.join(names)}"]
     why: dict[str, str] = {}
+    if any(_text(shape) not in former for shape in counts):
+        warm_up(dtype, device)
     for shape, count in counts.items():
         if _text(shape) in former:
             taken[shape] = former[_text(shape)]  # a resumed run: timings differ from run to run, its schemes may not
@@ -139,6 +144,16 @@ def choose_per_shape(
         lines.append(f"        {count:4d} x {_text(shape):{width}}  {shown}  {taken[shape]}")
     lines += [f"        {name}: {reason}" for name, reason in why.items()]
     return PerShape(taken, schemes, dict(counts)), lines
+
+
+def warm_up(dtype: torch.dtype, device: torch.device) -> None:
+    """Multiply matrices for WARM_UP_SECONDS."""
+    size = 4096 if device.type == "cuda" else 256
+    x, end = torch.ones(size, size, dtype=dtype, device=device), time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < end:
+        x @ x
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def time_linear(

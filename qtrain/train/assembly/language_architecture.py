@@ -21,7 +21,7 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.parallel.layers.local_config import check_mesh
+from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
@@ -31,6 +31,7 @@ from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
+from qtrain.train.settings.machine import reserves_every_routing
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
@@ -45,6 +46,8 @@ class LanguageArchitecture(Architecture):
     seq_len: int
     config: ModelConfig | None
     parts: ModelParallel | None = None
+    expert_rows: str | None = None
+    """The plan's line on the rows of --ep."""
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
@@ -61,8 +64,15 @@ class LanguageArchitecture(Architecture):
         check_mesh(config, mesh, settings.sequence_parallel, settings.model)
         parts = None
         if mesh.model_group is not None:
-            parts = ModelParallel(config, mesh.model_group, mesh.expert_mesh is not None, settings.sequence_parallel)
-        return cls(source, settings.model_impl, settings.seq_len, config, parts)
+            parts = ModelParallel(
+                config,
+                mesh.model_group,
+                experts_only=mesh.expert_mesh is not None,
+                sequence=settings.sequence_parallel,
+                every_routing=reserves_every_routing(settings),
+            )
+        rows = describe_rows(config.moe, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
+        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows)
 
     @property
     def rank_config(self) -> ModelConfig | None:
@@ -142,6 +152,7 @@ class LanguageArchitecture(Architecture):
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         notes = [] if self.parts is None else self.parts.notes(linears)
+        notes += [self.expert_rows] if self.expert_rows else []
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)
         positions = self.positions

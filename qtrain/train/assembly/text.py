@@ -9,6 +9,7 @@ from qtrain.comm.ranks import first_difference, from_rank_0
 from qtrain.core.checks import shown
 from qtrain.core.errors import NotHere, UserError
 from qtrain.data.batch import Sample
+from qtrain.data.eval_windows import eval_sets
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     Stream,
@@ -67,7 +68,9 @@ class TextData:
         if self.absent:
             return [f"{self.absent} {PLANNED_WITHOUT}"]
         settings, per_epoch = self.settings, self.stream.samples_per_epoch
-        lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
+        named = eval_sets(settings.eval_ds, "--eval_ds")
+        lines = [str(settings.train_ds)] if settings.train_ds else []
+        lines += [f"{name}: {spec}" if name else str(spec) for name, spec in named.items()]
         read = settings.n_steps * settings.batch_size
         if per_epoch:
             lines.append(f"{epochs(read / per_epoch)} of the training data's {per_epoch:,} sequences")

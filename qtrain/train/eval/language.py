@@ -4,23 +4,17 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from qtrain.data.batch import Batch
-from qtrain.data.stream import (
-    EvalWindows,
-    Extent,
-    StreamContext,
-    all_eval_batches,
-    eval_batches,
-    shared_sources,
-    tokenizer_needed,
-)
+from qtrain.data.eval_windows import all_eval_batches, eval_batches, eval_sets, set_flag
+from qtrain.data.examples.examples import ExampleDataset
+from qtrain.data.stream import DATASETS, Extent, StreamContext, shared_sources, tokenizer_needed
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import generate
 from qtrain.train.eval import hellaswag
@@ -29,15 +23,23 @@ from qtrain.train.settings.evaluation import EvaluationSettings
 from qtrain.train.step.forward import Forward
 
 
+@dataclass(frozen=True)
+class EvalSet:
+    """A dataset whose loss is measured."""
+
+    windows: Callable[[], Iterable[Batch]]
+    """Those of an evaluation, the same ones each time."""
+    all_windows: Callable[[], Iterable[Batch]]
+    """Every window of the data."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationData:
-    """What is asked of a model: empty windows and questions are skipped. `ctx`: its sequences and tokenizer."""
+    """What is asked of a model: empty sets and questions are skipped. `ctx`: its sequences and tokenizer."""
 
     ctx: StreamContext
-    windows: Callable[[], Iterable[Batch]] | None = None
-    """Those of an evaluation, the same ones each time; None: there are no data."""
-    all_windows: Callable[[], Iterable[Batch]] | None = None
-    """Every window of the data."""
+    sets: Mapping[str, EvalSet] = field(default_factory=dict)
+    """By name; one without a name is the only one."""
     questions: Sequence[hellaswag.HellaSwagQuestion] = ()
     written: Sequence[WrittenQuestion] = ()
     """Questions that are answered in words."""
@@ -54,31 +56,41 @@ def load_evaluation(
     trained_on: Sequence[Extent] = (),
     needs_tokenizer: Sequence[str] = (),
 ) -> EvaluationData:
-    """What is asked with `data`, the value of `flag`, of which the first `sequences` windows count; 0: all.
+    """What is asked with `data`, the value of `flag`, of whose datasets the first `sequences` windows count; 0: all.
     trained_on: what the model has seen. needs_tokenizer: further flags that need one. Raises UserError."""
     asked = [name for name in ("sample_prompts", "hellaswag", "accuracy") if getattr(settings, name)]
     needs = [*(f"--{name}" for name in asked), *needs_tokenizer]
     if needs and ctx.tokenizer is None:
         raise tokenizer_needed("--train_ds" if flag == "--eval_ds" else flag, " and ".join(needs))
-    windows, questions, written = EvalWindows([], 0), [], []
-    everything = partial(all_eval_batches, data or {}, ctx, ctx.micro_batch_size, flag)
-    if data is not None:
+    sets, notes, questions, written = {}, [], [], []
+    specs = eval_sets(data, flag)
+    for name, spec in specs.items():
+        where = set_flag(flag, name)
+        everything = partial(all_eval_batches, spec, ctx, ctx.micro_batch_size, where)
         # With all of them, one shows that there are some.
-        windows = eval_batches(data, ctx, ctx.micro_batch_size, sequences or 1, flag)
+        windows = eval_batches(spec, ctx, ctx.micro_batch_size, sequences or 1, where)
+        sets[name] = EvalSet(partial(list, windows.batches) if sequences else everything, everything)
+        notes += training_data_notes(windows.reads, trained_on, where)
     if settings.hellaswag:
         source_flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         limit = settings.hellaswag_limit or None
         questions = hellaswag.load_hellaswag(settings.hellaswag_file or "hub", limit, source_flag)
     if settings.accuracy:
-        written = load_written_questions(data, ctx, settings.accuracy, flag)
+        name = _asked_set(specs, flag)
+        written = load_written_questions(specs.get(name), ctx, settings.accuracy, set_flag(flag, name))
     return EvaluationData(
         ctx=ctx,
-        windows=None if data is None else everything if not sequences else lambda: windows.batches,
-        all_windows=None if data is None else everything,
+        sets=sets,
         questions=questions,
         written=written,
-        notes=training_data_notes(windows.reads, trained_on, flag),
+        notes=tuple(notes),
     )
+
+
+def _asked_set(specs: Mapping[str, Mapping[str, Any]], flag: str) -> str:
+    """The name of the dataset that --accuracy asks: the first that holds prompts, else the first."""
+    kinds = {name: DATASETS.make_typed(spec, set_flag(flag, name)) for name, spec in specs.items()}
+    return next((name for name, kind in kinds.items() if isinstance(kind, ExampleDataset)), next(iter(kinds), ""))
 
 
 def training_data_notes(reads: Sequence[Extent], trained_on: Sequence[Extent], flag: str) -> tuple[str, ...]:
@@ -105,11 +117,12 @@ class LanguageEvaluation:
     """Of sampled text."""
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss`, `hellaswag`, `hellaswag_norm` and `accuracy` (fractions), `samples` [(prompt, continuation)]."""
+        """`eval_loss` (see `_losses`), `hellaswag`, `hellaswag_norm` and `accuracy` (fractions), `samples` [(prompt,
+        continuation)]."""
         found: dict[str, Any] = {}
         data, settings, samples = self.data, self.settings, []
-        if data.windows is not None:
-            found["eval_loss"] = mean_loss(self.model, self.forward, data.windows())
+        if data.sets:
+            found |= self._losses("eval", {name: one.windows() for name, one in data.sets.items()})
         if data.questions:
             score = self._hellaswag()
             found |= {"hellaswag": score.accuracy, "hellaswag_norm": score.accuracy_norm}
@@ -121,8 +134,15 @@ class LanguageEvaluation:
         return found | ({"samples": samples} if samples else {})
 
     def over_all(self) -> dict[str, float]:
-        """`final_eval_loss`, over every window of the data."""
-        return {"final_eval_loss": mean_loss(self.model, self.forward, self.data.all_windows())}
+        """`final_eval_loss`, over every window of the data, likewise."""
+        return self._losses("final_eval", {name: one.all_windows() for name, one in self.data.sets.items()})
+
+    def _losses(self, prefix: str, sets: Mapping[str, Iterable[Batch]]) -> dict[str, float]:
+        """`<prefix>_loss`, the mean over the tokens of all sets, and `<prefix>_<name>_loss` of each that has a name."""
+        sums = {name: summed_loss(self.model, self.forward, batches) for name, batches in sets.items()}
+        total = LossSum(sum(one.nll for one in sums.values()), sum(one.tokens for one in sums.values()))
+        named = {f"{prefix}_{name}_loss": one.mean for name, one in sums.items() if name}
+        return {f"{prefix}_loss": total.mean, **named}
 
     def _hellaswag(self) -> hellaswag.Score:
         was_training = self.model.training
@@ -162,9 +182,25 @@ def sample_texts(
     return samples
 
 
-@torch.no_grad()
+class LossSum(NamedTuple):
+    """nll: the negative log-likelihoods of `tokens` trained tokens, added."""
+
+    nll: float
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        return self.nll / max(self.tokens, 1)
+
+
 def mean_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
     """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
+    return summed_loss(model, forward, batches).mean
+
+
+@torch.no_grad()
+def summed_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> LossSum:
+    """The loss of all trained tokens of the batches, without z-loss. The model keeps its training mode."""
     was_training = model.training
     model.eval()
     nll = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
@@ -173,4 +209,4 @@ def mean_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> f
         nll += forward(batch).nll
         trained += batch.n_trained
     model.train(was_training)
-    return float(nll) / max(trained, 1)
+    return LossSum(float(nll), trained)

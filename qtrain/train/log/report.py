@@ -1,15 +1,18 @@
 """report.html: curves and results of a run, from its metrics.jsonl and config.json alone; self-contained.
 
-Keys of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (fraction), mem (peak bytes), tokens (so far; for images
-img_s, images), accuracy, top1, top5, hellaswag and hellaswag_norm (fractions), samples (list of [prompt, text]).
+Keys of a record: loss, eval_loss and final_eval_loss, eval_NAME_loss and final_eval_NAME_loss (of a validation set by
+name), lr, grad_norm, tok_s, sol (fraction), mem (peak bytes), tokens (so far; for images img_s, images), accuracy,
+top1, top5, hellaswag and hellaswag_norm (fractions), samples (list of [prompt, text]).
 All but `step` may be missing; what no record has is not drawn.
 """
 
 import contextlib
 import html
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...] = (
 WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # margins
 MAX_POINTS = 600
+COLORS = "abcdef"  # classes of STYLE
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -43,7 +47,9 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 480px; }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColor; }
 .grid { stroke: currentColor; opacity: .15; } .line { fill: none; stroke-width: 1.6; }
-.a { stroke: #2f6fdb; fill: #2f6fdb; } .b { stroke: #e0702a; fill: #e0702a; } .line.a, .line.b { fill: none; }
+.a { stroke: #2f6fdb; fill: #2f6fdb; } .b { stroke: #e0702a; fill: #e0702a; } .c { stroke: #2c9a5b; fill: #2c9a5b; }
+.d { stroke: #8a55c8; fill: #8a55c8; } .e { stroke: #b8860b; fill: #b8860b; } .f { stroke: #c43a5e; fill: #c43a5e; }
+.line.a, .line.b, .line.c, .line.d, .line.e, .line.f { fill: none; }
 table { border-collapse: collapse; } td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; } pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 1rem; }
 td { overflow-wrap: anywhere; }
@@ -89,9 +95,10 @@ def _spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
-    """An SVG of one or two curves over the step."""
-    x_low, x_high = _spread(x for _, points in series for x, _ in points)
-    y_low, y_high = _spread(y for _, points in series for _, y in points)
+    """An SVG of curves over the step; colors repeat after six."""
+    series = [(color, *curve) for color, curve in zip(itertools.cycle(COLORS), series, strict=False)]
+    x_low, x_high = _spread(x for *_, points in series for x, _ in points)
+    y_low, y_high = _spread(y for *_, points in series for _, y in points)
 
     def x_at(x: float) -> float:
         return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -105,7 +112,7 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y_at(y) + 4:.1f}" text-anchor="end">{short_number(y, 4)}</text>')
     for x in axis_ticks(x_low, x_high, 6):
         parts.append(f'<text x="{x_at(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short_number(x, 4)}</text>')
-    for color, (name, points) in zip("ab", series, strict=False):
+    for color, name, points in series:
         shown = _averaged_points(points)
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in shown)
         parts.append(f'<polyline class="line {color}" points="{path}"/>')
@@ -113,11 +120,17 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
             tip = f"<title>{name}, step {x:g}: {y:.6g}</title>"
             parts.append(f'<circle class="{color}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="2.2">{tip}</circle>')
     if len(series) > 1:
-        for row, (color, (name, _)) in enumerate(zip("ab", series, strict=False)):
+        for row, (color, name, _) in enumerate(series):
             parts.append(f'<rect class="{color}" x="{WIDTH - 110}" y="{TOP + 4 + 16 * row}" width="10" height="10"/>')
             parts.append(f'<text x="{WIDTH - 94}" y="{TOP + 13 + 16 * row}">{name}</text>')
     drawing = "".join(parts)
     return f'<figure><h2>{title}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{drawing}</svg></figure>'
+
+
+def _named_losses(records: Iterable[Mapping[str, Any]], prefix: str) -> list[tuple[str, str]]:
+    """(key, name) of the validation sets that have names, in their order."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return [(key, found[1]) for key in keys if (found := re.fullmatch(rf"{prefix}_([A-Za-z0-9_.-]+)_loss", key))]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -160,7 +173,11 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Final loss", "loss", last, lambda value, _: f"{value:.4f}")
     add("Final validation loss", "eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
+    for key, name in _named_losses(records, "eval"):
+        add(f"Final validation loss, {name}", key, last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("Loss over all validation data", "final_eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
+    for key, name in _named_losses(records, "final_eval"):
+        add(f"Loss over all of {name}", key, last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("HellaSwag, length-normalized", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
@@ -174,6 +191,8 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
         rows.append(("Training time, without compile, evaluation and checkpoints", duration(seconds)))
         speeds = sorted(value for _, value in _points(records, unit.rate))
         rows.append((f"{unit.many.capitalize()} per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+        if unit is TOKENS:
+            rows.append(("Time for a billion tokens, at that speed", duration(1e9 / speeds[len(speeds) // 2])))
     add("Peak memory", "mem", highest, lambda value, _: f"{value / 1024**3:.2f} GiB")
     return rows
 
@@ -208,7 +227,8 @@ def write_report(run_dir: Path, failure: str | None = None) -> Path:
     with contextlib.suppress(OSError, ValueError):
         config = json.loads(read_small(run_dir / "config.json", MAX_JSON))
     charts = []
-    for title, keys, scale in CHARTS:
+    by_set = ("Validation loss by dataset", _named_losses(records, "eval"), 1.0)
+    for title, keys, scale in (CHARTS[0], by_set, *CHARTS[1:]):
         series = [(name, points) for key, name in keys if (points := _points(records, key, scale))]
         if series:
             charts.append(_chart(title, series))

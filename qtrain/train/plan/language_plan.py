@@ -40,6 +40,7 @@ from qtrain.train.plan.traffic import (
     routed_bytes_per_token,
     weights_on_wire,
 )
+from qtrain.train.settings.machine import reserves_every_routing
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import TrainSettings
 
@@ -66,7 +67,7 @@ def plan_language_run(
     of_layers = layer_linears(model_config)
     counted = count_parameters(model_config)
 
-    own_config = local_config(model_config, settings.tp, settings.ep)
+    own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
 
     def memory_on(mesh: Mesh, reshards: bool) -> Peak:
         planned = replace(checked, mesh=mesh, reshards=reshards)

@@ -1,11 +1,10 @@
 """The message of a run that has no memory left: what was planned, what was taken, and settings that take less."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from qtrain.comm.ranks import rank, world
 from qtrain.core.errors import Restart, TrainingStopped
-from qtrain.train.log.failures import memory_advice
+from qtrain.train.plan.memory_advice import memory_advice
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.settings import TrainSettings
 
@@ -19,12 +18,11 @@ def out_of_memory(
     settings: TrainSettings,
     peak: int,
     checkpoint: Path | None = None,
-    optimizers: Iterable[str] = (),
 ) -> TrainingStopped:
     """The error for exhausted memory: the plan, the measured peak, and what to change. With --fit auto a `Restart` in
     less memory, from `checkpoint` if there is one.
 
-    peak: bytes of the device. optimizers: as in `memory_advice`.
+    peak: bytes of the device.
     """
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.memory.items())
     capacity = plan.hardware.memory_bytes
@@ -43,7 +41,7 @@ def out_of_memory(
     if smaller:
         lines.append(f"The fastest setting that takes {less / GIB:.1f} GiB by the plan: {smaller}")
     # Advice starts from the sizes in force, not from the zeros that stand for defaults.
-    advice = memory_advice(plan.settings_in_force(settings), optimizers)
+    advice = memory_advice(plan.settings_in_force(settings))
     if not advice:
         return TrainingStopped(message + " Every setting that saves memory is at its limit: take a smaller --model.")
     lines += ["Change one of these, in this order:", *(f"  {n}. {line}" for n, line in enumerate(advice, 1))]

@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from qtrain.core.config import as_dict
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models.cost.memory import Peak
@@ -91,10 +89,10 @@ class Plan:
         """Whether the device's memory, where it is known, is enough."""
         return self.memory_taken <= (self.hardware.memory_bytes or math.inf)
 
-    def settings_in_force(self, settings: TrainSettings) -> dict[str, Any]:
+    def settings_in_force(self, settings: TrainSettings) -> TrainSettings:
         """The settings with the values of the batch geometry in place of zeros."""
         micro, accumulation = self.geometry.micro_batch_size, self.geometry.gradient_accumulation
-        return {**as_dict(settings), "micro_batch_size": micro, "gradient_accumulation": accumulation}
+        return replace(settings, micro_batch_size=micro, gradient_accumulation=accumulation)
 
     def lines(self) -> list[str]:
         """The plan as text."""

@@ -151,6 +151,12 @@ def run_world(settings: TrainSettings) -> int:
     return settings.world_size or max(launched_world(), settings.gpus)
 
 
+def reserves_every_routing(settings: TrainSettings) -> bool:
+    """Whether a rank of --ep has rows for any routing: where the step is recorded as CUDA graphs, whose shapes are
+    fixed, or rows are in the order of one process. Else it reads how many a routing needs."""
+    return settings.deterministic or (settings.compile and settings.cuda_graphs)
+
+
 def mesh_of_world(settings: TrainSettings) -> Mesh | None:
     """The mesh of --world_size, or in the process that starts the ranks of --gpus, without its processes; None
     elsewhere. UserError for flags that do not fit."""

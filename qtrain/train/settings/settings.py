@@ -111,12 +111,15 @@ class TrainSettings:
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
-    """On a GPU with --compile, record the step as CUDA graphs and replay them: no launch overhead in Python."""
+    """On a GPU with --compile, record the step as CUDA graphs and replay them: no launch overhead in Python. With --ep
+    they need memory for any routing of tokens to experts."""
 
     train_ds: JsonDict = None
     """Training data as a JSON object, {"type":"TYPE", ...}; --list shows the types and their options."""
     eval_ds: JsonDict = None
-    """Validation data, a JSON object like --train_ds; null: no validation loss."""
+    """Validation data, a JSON object like --train_ds; or several by name, {"wiki":{...},"code":{...}}, each with its
+    own eval_NAME_loss, and as eval_loss, which --keep_best and --early_stopping compare, the mean over the tokens of
+    all; null: no validation loss."""
     num_workers: Workers = 0
     """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
@@ -221,7 +224,7 @@ class LanguageSettings(EvaluationSettings, TrainSettings):
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
-    """Sequences of --eval_ds per evaluation, the same ones each time."""
+    """Sequences of --eval_ds (of each of its datasets) per evaluation, the same ones each time."""
     final_eval: Literal["sample", "all"] = "sample"
     """After the last step; all: also the loss over the whole of --eval_ds, each sequence once, as final_eval_loss."""
     lm_eval: str | None = None

@@ -1,5 +1,7 @@
 """The measured choice: what is timed, what is taken, and that a choice made before is kept."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ def choose(counts, **options):
 def timed(monkeypatch):
     """Times by hand, as (scheme, shape) -> seconds; what is not in the table fails."""
     table: dict[tuple[str, tuple[int, int]], float] = {}
+    monkeypatch.setattr(auto, "WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(auto, "time_linear", lambda scheme, shape, *_: table[SCHEMES.name_of(scheme), shape])
     return table
 
@@ -72,6 +75,25 @@ def test_a_choice_made_before_is_not_timed_again(timed):
     scheme, lines = choose({(32, 64): 1, (64, 32): 1}, candidates=["int8"], chosen={"32 -> 64": "switchback"})
     assert scheme.as_json() == {"32 -> 64": "switchback", "64 -> 32": "int8"}
     assert "chosen earlier  switchback" in "\n".join(lines)
+
+
+def test_the_device_is_warm_before_the_first_timing(monkeypatch):
+    """Once, and not where nothing is timed."""
+    calls: list[str] = []
+    monkeypatch.setattr(auto, "warm_up", lambda dtype, device: calls.append("warm up"))
+    monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: calls.append(SCHEMES.name_of(scheme)) or 1.0)
+    choose({(32, 64): 1, (64, 32): 1}, candidates=["bf16", "int8"])
+    assert calls == ["warm up", "bf16", "int8", "bf16", "int8"]
+    calls.clear()
+    choose({(32, 64): 1}, candidates=["int8"], chosen={"32 -> 64": "int8"})
+    assert calls == []
+
+
+def test_warming_up_takes_its_time(monkeypatch):
+    monkeypatch.setattr(auto, "WARM_UP_SECONDS", 0.05)
+    started = time.perf_counter()
+    auto.warm_up(torch.float32, CPU)
+    assert 0.05 <= time.perf_counter() - started < 5
 
 
 def test_real_times_on_this_machine():

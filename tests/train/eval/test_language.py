@@ -9,7 +9,7 @@ from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.exact_match import WrittenQuestion
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
-from qtrain.train.eval.language import EvaluationData, LanguageEvaluation, mean_loss
+from qtrain.train.eval.language import EvalSet, EvaluationData, LanguageEvaluation, mean_loss
 from qtrain.train.settings.evaluation import EvaluationSettings
 from qtrain.train.step.forward import language_forward
 from tests.system import TINY
@@ -22,6 +22,8 @@ WRITTEN = [WrittenQuestion("1 + 1 = ", [49, 43, 49, 61], "2")]
 def evaluation(**given) -> LanguageEvaluation:
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=0)
     settings = EvaluationSettings(sample_prompts=tuple(given.pop("prompts", ())), sample_tokens=3, answer_tokens=4)
+    if windows := given.pop("windows", None):
+        given["sets"] = {"": EvalSet(windows, windows)}
     data = EvaluationData(ctx=StreamContext(16, tokenizer=load_tokenizer("byte", "")), **given)
     return LanguageEvaluation(model, language_forward(model, None), data, settings, seed=1)
 
@@ -48,6 +50,19 @@ def test_results_equal_their_measures_and_are_deterministic():
     state = torch.get_rng_state()
     assert measured() == found
     assert torch.equal(torch.get_rng_state(), state)  # so that evaluating does not change the training that follows
+
+
+def test_named_sets_have_their_losses_and_the_mean_over_all_tokens():
+    first, second = batches()  # of 4 and of 2 sequences
+    sets = {"a": EvalSet(lambda: [first], batches), "b-2": EvalSet(lambda: [second], lambda: [second])}
+    measured = evaluation(sets=sets)
+    found = measured()
+    assert found.keys() == {"eval_loss", "eval_a_loss", "eval_b-2_loss"}
+    assert found["eval_a_loss"] == mean_loss(measured.model, measured.forward, [first]) != found["eval_b-2_loss"]
+    assert found["eval_loss"] == pytest.approx(mean_loss(measured.model, measured.forward, batches()), abs=1e-6)
+    final = measured.over_all()
+    assert final["final_eval_a_loss"] == pytest.approx(found["eval_loss"], abs=1e-6)
+    assert final["final_eval_b-2_loss"] == found["eval_b-2_loss"] and len(final) == 3
 
 
 @pytest.mark.parametrize("training", [True, False])

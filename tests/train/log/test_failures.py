@@ -8,7 +8,6 @@ from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.log.failures import (
     first_nonfinite_tensor,
     is_out_of_memory,
-    memory_advice,
     nonfinite,
 )
 
@@ -55,73 +54,6 @@ def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_pat
     for part in ("step 7", "loss is nan", "the weight of w", f"--resume {tmp_path / '00000004'}"):
         assert part in str(stop)
     assert "No checkpoint yet" in str(nonfinite(7, "loss", float("inf"), None, None))
-
-
-def test_advice_to_keep_8_bits_goes_with_what_is_recomputed():
-    def advised(**settings) -> bool:
-        return any(
-            "--keep_8bit" in line for line in memory_advice({"keep_8bit": (), "model_impl": "native", **settings})
-        )
-
-    assert advised() and advised(recompute=("swiglu",)) and advised(activation_checkpointing="selective", compile=True)
-    assert not advised(activation_checkpointing="selective") and not advised(recompute=("ffn",), compile=True)
-    assert not advised(activation_checkpointing="full") and not advised(model_impl="hf")
-    assert not advised(keep_8bit=("gate_up",)) and not advised(lora={"r": 2}, recompute=("swiglu",))
-
-
-def test_advice_adds_kinds_to_those_that_are_recomputed():
-    def flags(*kinds: str) -> list[str]:
-        settings = {"activation_checkpointing": "none", "recompute": kinds}
-        return [line.split(" (")[0] for line in memory_advice(settings)]
-
-    block = """--recompute '["block"]'"""
-    assert flags("norm") == [
-        """--recompute '["norm","swiglu"]'""",
-        """--recompute '["norm","ffn"]'""",
-        block,
-    ]
-    assert flags("norm", "swiglu", "ffn") == [block] and flags("block") == []
-    assert flags() == ["--activation_checkpointing selective", "--activation_checkpointing full"]
-
-
-def test_advice_comes_in_order_and_keeps_the_batch():
-    settings = {
-        "micro_batch_size": 12,
-        "gradient_accumulation": 2,
-        "activation_checkpointing": "none",
-        "loss_chunks": 1,
-        "optim": "adamw",
-        "seq_len": 1024,
-    }
-    advice = memory_advice(settings, ["adamw", "adamw8bit", "lion8bit"])
-    flags = [line.split(" (")[0] for line in advice]
-    assert flags == [
-        "--micro_batch_size 6 --gradient_accumulation 4",
-        "--activation_checkpointing selective",
-        "--activation_checkpointing full",
-        "--loss_chunks 4",
-        "--optim adamw8bit",
-        "--seq_len 512",
-    ]
-
-
-@pytest.mark.parametrize("micro", [2, 3, 9, 15, 16])
-def test_an_advised_micro_batch_divides_the_present_one(micro):
-    line = memory_advice({"micro_batch_size": micro, "gradient_accumulation": 5})[0]
-    smaller, accumulation = int(line.split()[1]), int(line.split()[3])
-    assert smaller < micro and smaller * accumulation == micro * 5
-
-
-def test_settings_at_their_limit_are_not_advised():
-    at_limit = {
-        "micro_batch_size": 1,
-        "activation_checkpointing": "full",
-        "loss_chunks": 64,
-        "optim": "adamw8bit",
-        "seq_len": 128,
-    }
-    assert memory_advice(at_limit, ["adamw8bit"]) == []
-    assert memory_advice({**at_limit, "optim": "adamw", "optim_kwargs": {"offload": True}}, ["adamw8bit"]) == []
 
 
 def test_out_of_memory_errors_are_recognized_and_others_are_not():

@@ -69,6 +69,7 @@ def test_a_finished_run_has_its_figures_and_curves(tmp_path):
         assert text in page.text
     assert "Best validation loss2.0000 (step 20)" in page.text
     assert "Tokens80,000" in page.text and "checkpoints1m 20s" in page.text and "Peak memory0.04 GiB" in page.text
+    assert "Time for a billion tokens, at that speed11d 13h" in page.text
     assert page.seen.count("svg") == 5 and page.seen.count("polyline") == 6
     assert page.text.count(NASTY) == 3, "prompt, sample and setting, as text"
     assert "unfinished" not in page.text
@@ -130,3 +131,14 @@ def test_ticks_are_few_round_and_inside(low, high):
     gaps = {f"{b - a:.3e}" for a, b in pairwise(ticks)}
     assert 2 <= len(ticks) <= 8 and len(gaps) == 1 and gaps.pop()[:5] in ("1.000", "2.000", "5.000")
     assert all(low - 1e-9 * abs(low) <= t <= high * (1 + 1e-9) for t in ticks)
+
+
+def test_named_validation_sets_have_a_chart_and_rows(tmp_path):
+    found = records(40)
+    for record in found:
+        if "eval_loss" in record:
+            record |= {f"eval_{name}_loss": 1.0 + number for number, name in enumerate("abcdefgh")}
+    final = {"step": 40, "final_eval_loss": 2.0, "final_eval_a_loss": 1.5, "eval_<b>_loss": 9.0}
+    page = make_run(tmp_path / "run", [*found, final], {"n_steps": 40})
+    assert "Validation loss by dataset" in page.text and page.seen.count("polyline") == 6 + 8
+    assert "Final validation loss, h8.0000 (step 40)" in page.text and "Loss over all of a1.5000" in page.text

@@ -342,7 +342,7 @@ def test_the_printed_plan():
     ):
         assert part in text, part
     assert "does not fit" not in text
-    assert found.settings_in_force(LanguageSettings(batch_size=16))["gradient_accumulation"] == 4
+    assert found.settings_in_force(LanguageSettings(batch_size=16)).gradient_accumulation == 4
 
 
 def test_a_plan_that_does_not_fit_says_so_and_what_helps():

@@ -16,12 +16,13 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.models.cost.parameters import count_parameters
+from qtrain.models.cost.saved_activations import rows_per_token
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.world import WorldPlan
-from qtrain.train.settings.machine import START_SECONDS, WIRES, planned_hardware
+from qtrain.train.settings.machine import START_SECONDS, WIRES, planned_hardware, reserves_every_routing
 from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_raw
 from tests.system import Outcome, call, flags, write_model
@@ -117,6 +118,25 @@ def test_worlds_of_divided_experts():
     assert weights[1] < 0.75 * weights[0]
     exchanged = [p.step(p.mesh).costs["tokens of experts"].bytes for p in (plan, more)]
     assert exchanged[1] == pytest.approx(7 / 3 * exchanged[0])  # a token reaches all other ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "loads"),
+    [
+        ({"compile": True}, 8),
+        ({"compile": True, "cuda_graphs": False}, 2),
+        ({}, 2),
+        ({"deterministic": True, "micro_batch_size": 8}, 8),
+    ],
+)
+def test_rows_of_divided_experts_are_for_twice_an_even_load_or_for_every_routing(options, loads):
+    """--ep 8 of 128 experts, of which a token has 8: at most all tokens of 8 ranks have all of their routes to one."""
+    config = read_model_source("qwen3-30b-a3b").model_config()
+    settings = LanguageSettings(ep=8, batch_size=64, **options)
+    own = local_config(config, 1, 8, reserves_every_routing(settings))
+    assert rows_per_token(own, 2**16) == pytest.approx(loads * 8, rel=0.01)
+    plan = world_of("qwen3-30b-a3b", 8, ep=8, batch_size=64, **options)
+    assert (plan.step(plan.mesh).memory > 200 * GIB) == (loads == 8)
 
 
 # ---- what crosses between machines -----------------------------------------------------------------------------------
