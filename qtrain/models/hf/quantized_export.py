@@ -7,7 +7,7 @@ scale. New codes are made of the fused weight too: readers fuse those tensors ag
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,11 @@ from qtrain.quant.export_codes import (
     trained_codes,
     why_not_held,
 )
-from qtrain.quant.swap import LinearChoice, shared_weights
+from qtrain.quant.swap import shared_weights
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 MAX_SHARD_BYTES = 5_000_000_000
 HEAD = "lm_head"
-
-
-def left_by_training(choices: Iterable[LinearChoice]) -> frozenset[str]:
-    """The linears that an export leaves in high precision too: those that a low-bit run left there; of a run that
-    quantized none, the output head."""
-    choices = list(choices)
-    left = {choice.name for choice in choices if choice.reason is not None}
-    return frozenset({HEAD} if len(left) == len(choices) else left)
 
 
 @dataclass
@@ -66,14 +58,18 @@ class HeldCodes:
         if not self.new:
             return f"all {self.matrices:,} matrices hold the codes that training multiplied with"
         why = "; ".join(f"{count:,} x {reason}" for reason, count in self.new.items())
-        return f"{self.equal:,} of {self.matrices:,} matrices hold the codes that training multiplied with, not {why}"
+        return f"{self.equal:,} of {self.matrices:,} matrices hold the codes that training multiplied with; new: {why}"
 
 
 class WeightsInCodes:
-    """The tensors of a native decoder's checkpoint, each either in codes of `fmt` or in high precision."""
+    """The tensors of a native decoder's checkpoint, each either in codes of `fmt` or in high precision. left: linears
+    that stay in high precision, by name. UserError, naming `flag`, for a weight that the format cannot hold."""
 
-    def __init__(self, model: Decoder, fmt: ExportFormat, left: Collection[str] = (HEAD,)):
+    def __init__(
+        self, model: Decoder, fmt: ExportFormat, left: Collection[str] = (HEAD,), flag: str = "--export_format"
+    ):
         assert fmt.weight is not None, "a dense format has no codes"
+        self._name = f"{flag}: {EXPORT_FORMATS.name_of(fmt)!r}"
         self.model, self.fmt, self.held = model, fmt, HeldCodes()
         self.entries = {entry.hf_name: entry for entry in layout(model.config)}
         shared = shared_weights(model)
@@ -90,7 +86,7 @@ class WeightsInCodes:
         self._parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for entry in self.entries.values():
             if self.in_codes(entry) and (why := fmt.refusal(*self.shape(entry))):
-                raise UserError(refused(fmt, why, entry.hf_name))
+                raise UserError(f"{self._name} cannot hold {entry.hf_name}: {why}; use another format.")
 
     def in_codes(self, entry: TensorSlice) -> bool:
         return entry.name in self._linears
@@ -127,8 +123,8 @@ class WeightsInCodes:
         if wanted.fmt == "ternary":  # each tensor by itself: those of another model may differ in scale
             if not is_ternary(self.plain(entry)):
                 raise UserError(
-                    f"--export_format: {name_of(self.fmt)!r} holds ternary weights, and {entry.hf_name} has others; "
-                    "train with --quantize bitnet, or use another format."
+                    f"{self._name} holds ternary weights, and {entry.hf_name} has others; train with --quantize "
+                    "bitnet, or use another format."
                 )
             return new_codes(self.plain(entry), wanted)
         new = take_rows(self._new(entry.name), rows, wanted)
@@ -141,15 +137,6 @@ class WeightsInCodes:
 
     def _why_new(self, trained: list[QuantizedTensor]) -> str:
         return why_not_held(trained[0].format, self.fmt.weight) if trained else "trained in high precision"
-
-
-def name_of(fmt: ExportFormat) -> str:
-    return EXPORT_FORMATS.name_of(fmt)
-
-
-def refused(fmt: ExportFormat, why: str, where: str) -> str:
-    """The message for a weight that `fmt` cannot hold."""
-    return f"--export_format: {name_of(fmt)!r} cannot hold {where}: {why}. Use another format; --list shows them."
 
 
 def export_quantized(

@@ -14,9 +14,10 @@ from qtrain.kernels.numerics.formats import expand_scale, unpack
 from qtrain.models import Decoder, ModelSource, build_model
 from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf import quantized_export
+from qtrain.models.hf.exports import left_by_training
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat
 from qtrain.models.hf.formats.table import keeping, kept
-from qtrain.models.hf.quantized_export import export_quantized, left_by_training
+from qtrain.models.hf.quantized_export import export_quantized
 from qtrain.quant import SCHEMES, LowBitLinear, QuantizedModel, quantize_linears
 from tests.models.hf.codes_reader import Read, equal_numbers, load_tensors, read_matrix
 
@@ -250,7 +251,7 @@ def test_a_model_that_trained_in_high_precision_gets_the_formats_own_codes(tmp_p
     held = export_quantized(model, source, tmp_path / "hf", made("ct_nvfp4"), left=left_by_training(quantized.choices))
     assert (held.equal, held.describe()) == (
         0,
-        "0 of 14 matrices hold the codes that training multiplied with, not 14 x trained in high precision",
+        "0 of 14 matrices hold the codes that training multiplied with; new: 14 x trained in high precision",
     )
     tensors = load_tensors(tmp_path / "hf")
     scales = [tensors[f"model.layers.0.self_attn.{name}_proj.weight_global_scale"] for name in "qkv"]
@@ -284,3 +285,16 @@ def test_the_formats_that_keep_a_schemes_codes():
 
     assert names("fp8_blockwise") == ["ct_fp8_block", "fp8_block"] and names("int8")[0] == "ct_int8"
     assert names("mxfp8") == ["ct_mxfp8", "mxfp8"] and names("bf16") == []
+
+
+def test_stochastically_rounded_weights_keep_their_bits(tmp_path):
+    """Those of the last refresh, drawn again from its key."""
+    source = source_of("llama")
+    model, quantized = trained(source, "int8", {"stochastic_rounding": True})
+    export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left=left_by_training(quantized.choices))
+    equal, total, scales = compare(model, tmp_path / "hf")
+    assert equal == total and not scales
+    nearest, _ = trained(source, "int8")
+    assert not torch.equal(
+        training_codes(nearest.layers[0].mlp.down_proj).codes, training_codes(model.layers[0].mlp.down_proj).codes
+    )

@@ -30,6 +30,9 @@ class ExportFormat:
     scale_rounding: str = ""
     """How the file rounds scales, for messages; empty: it holds them exactly."""
 
+    loaded_by: str = "AutoModelForCausalLM.from_pretrained loads it"
+    """Who reads an export, for the log."""
+
     package: str | None = None
     """The pip package that writes it; None: none is needed."""
 
