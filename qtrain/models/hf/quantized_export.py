@@ -84,6 +84,8 @@ class WeightsInCodes:
         self._trained = functools.lru_cache(maxsize=1)(self._trained_codes)
         self._new = functools.lru_cache(maxsize=1)(lambda name: new_codes(self.high_precision(name), fmt.weight))
         self._parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        if model.config.moe_layers and not fmt.holds_experts:
+            raise UserError(f"{self._name} has no reader for a mixture of experts; use another format.")
         for entry in self.entries.values():
             if self.in_codes(entry) and (why := fmt.refusal(*self.shape(entry))):
                 raise UserError(f"{self._name} cannot hold {entry.hf_name}: {why}; use another format.")

@@ -27,6 +27,9 @@ class ExportFormat:
     rows_multiple: int = 1
     """What its rows are a multiple of."""
 
+    holds_experts: bool = True
+    """Whether its readers know experts of a mixture."""
+
     scale_rounding: str = ""
     """How the file rounds scales, for messages; empty: it holds them exactly."""
 
