@@ -9,8 +9,11 @@ from torch import nn
 
 from qtrain.core.checksums import NAME as CHECKSUMS
 from qtrain.core.errors import UserError, missing_package
+from qtrain.models.hf.formats.dense import Dense
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
+from qtrain.models.hf.formats.gguf import Gguf
 from qtrain.models.hf.formats.table import kept
+from qtrain.models.hf.gguf_export import export_gguf
 from qtrain.models.hf.io import Tokenizer, export_hf
 from qtrain.models.hf.quantized_export import HEAD, HeldCodes, WeightsInCodes, export_quantized
 from qtrain.models.hf.source import ModelSource
@@ -43,13 +46,21 @@ def check_exports(
 ) -> None:
     """UserError for a format that cannot hold the weights of `model`, which may be on the meta device. choices: what
     training does to its linears."""
-    coded = {name: fmt for name, fmt in formats.items() if fmt.weight is not None}
+    coded = {name: fmt for name, fmt in formats.items() if not isinstance(fmt, Dense)}
     if coded and not isinstance(model, Decoder):
         raise UserError(f"{flag}: {next(iter(coded))!r} needs qtrain's own decoder; use hf, or --model_impl native.")
     schemes = {choice.scheme for choice in choices if choice.scheme is not None}
     for name, fmt in coded.items():
         WeightsInCodes(model, fmt, left_by_training(choices), flag)
-        if fmt.weight.fmt == "ternary" and not (schemes and all(kept(scheme, fmt).equal for scheme in schemes)):
+        if any(scheme.sub_norm for scheme in schemes) and (
+            why := fmt.refuses_model(model.config.with_sub_norms("--quantize"))  # which the swap adds
+        ):
+            raise UserError(f"{flag}: {name!r} {why}; use another format.")
+        if (
+            fmt.weight is not None
+            and fmt.weight.fmt == "ternary"
+            and not (schemes and all(kept(scheme, fmt).equal for scheme in schemes))
+        ):
             raise UserError(
                 f"{flag}: {name!r} holds ternary weights, which --quantize bitnet trains; use another format."
             )
@@ -81,8 +92,10 @@ def export_as(
 ) -> HeldCodes | None:
     """Write `model` into `folder`, which is replaced when all is written. left: linears that stay in high precision.
     Returns what became of the codes; None: the export has none."""
+    options = {"left": left, "trained_positions": trained_positions}
+    if isinstance(fmt, Gguf):
+        return export_gguf(model, folder, fmt, tokenizer, **options)
     if isinstance(fmt, SafetensorsFormat):
-        options = {"left": left, "trained_positions": trained_positions}
         return export_quantized(model, source, folder, fmt, tokenizer, **options)
     export_hf(model, source, folder, tokenizer, trained_positions=trained_positions)
     return None

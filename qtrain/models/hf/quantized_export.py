@@ -68,7 +68,6 @@ class WeightsInCodes:
     def __init__(
         self, model: Decoder, fmt: ExportFormat, left: Collection[str] = (HEAD,), flag: str = "--export_format"
     ):
-        assert fmt.weight is not None, "a dense format has no codes"
         self._name = f"{flag}: {EXPORT_FORMATS.name_of(fmt)!r}"
         self.model, self.fmt, self.held = model, fmt, HeldCodes()
         self.entries = {entry.hf_name: entry for entry in layout(model.config)}
@@ -78,14 +77,16 @@ class WeightsInCodes:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | LowBitLinear) and name not in left and id(module.weight) not in shared
         }
+        if fmt.weight is None:
+            self._linears = {}
         values = exported_tensors(model)
         # Consecutive tensors are often rows of one parameter.
         self.high_precision = functools.lru_cache(maxsize=1)(lambda name: values[name]())
         self._trained = functools.lru_cache(maxsize=1)(self._trained_codes)
         self._new = functools.lru_cache(maxsize=1)(lambda name: new_codes(self.high_precision(name), fmt.weight))
         self._parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        if model.config.moe_layers and not fmt.holds_experts:
-            raise UserError(f"{self._name} has no reader for a mixture of experts; use another format.")
+        if why := fmt.refuses_model(model.config):
+            raise UserError(f"{self._name} {why}; use another format.")
         for entry in self.entries.values():
             if self.in_codes(entry) and (why := fmt.refusal(*self.shape(entry))):
                 raise UserError(f"{self._name} cannot hold {entry.hf_name}: {why}; use another format.")

@@ -319,11 +319,13 @@ def test_several_files_hold_the_same(tmp_path, monkeypatch):
 
 
 def test_the_formats_that_keep_a_schemes_codes():
-    def names(scheme: str) -> list[str]:
-        return keeping([SCHEMES.make(scheme, {}, "")])
+    def names(*schemes: str) -> list[str]:
+        return keeping([SCHEMES.make(scheme, {}, "") for scheme in schemes])
 
-    assert names("fp8_blockwise") == ["ct_fp8_block", "fp8_block"] and names("int8")[0] == "ct_int8"
-    assert names("mxfp8") == ["ct_mxfp8", "mxfp8"] and names("bf16") == []
+    assert names("fp8_blockwise") == ["fp8_block", "ct_fp8_block"] and names("mxfp8") == ["mxfp8", "ct_mxfp8"]
+    assert names("int8") == ["ct_int8", "gguf_q8_0"] and names("bitnet")[0] == "bitnet"
+    assert names("int4")[:2] == ["ct_int4_g32", "ct_int4_g128"] and names("nvfp4") == ["ct_nvfp4"]
+    assert names("int8", "switchback")[0] == "ct_int8" and names("int8", "fp8_rowwise") == names() == []
 
 
 def test_stochastically_rounded_weights_keep_their_bits(tmp_path):

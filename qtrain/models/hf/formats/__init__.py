@@ -5,4 +5,5 @@ from qtrain.models.hf.formats import (  # noqa: F401  (each registers its own)
     compressed_tensors,
     dense,
     fp8_block,
+    gguf,
 )

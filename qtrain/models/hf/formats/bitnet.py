@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import unpack
+from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
@@ -23,8 +24,10 @@ class BitNet(SafetensorsFormat):
 
     weight = OperandFormat("ternary", "tensorwise")
     rows_multiple = 4
-    holds_experts = False
     scale_rounding = "scales inverted"
+
+    def refuses_model(self, config: ModelConfig) -> str | None:
+        return "has no reader for a mixture of experts" if config.moe_layers else None
 
     def tensors(self, codes: QuantizedTensor, columns: int) -> Mapping[str, Tensor]:
         fields = (unpack(codes.codes, "ternary", columns) + 1).view(torch.uint8).unflatten(0, (4, -1))  # [4, N / 4, K]

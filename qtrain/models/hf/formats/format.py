@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qtrain.core.registry import Registry
 from qtrain.kernels.numerics.formats import GRANULARITIES
+from qtrain.models.config.model import ModelConfig
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 
@@ -27,9 +28,6 @@ class ExportFormat:
     rows_multiple: int = 1
     """What its rows are a multiple of."""
 
-    holds_experts: bool = True
-    """Whether its readers know experts of a mixture."""
-
     scale_rounding: str = ""
     """How the file rounds scales, for messages; empty: it holds them exactly."""
 
@@ -38,6 +36,10 @@ class ExportFormat:
 
     package: str | None = None
     """The pip package that writes it; None: none is needed."""
+
+    def refuses_model(self, config: ModelConfig) -> str | None:
+        """Why a model cannot be exported so, as the rest of a sentence that begins with the format; None: it can."""
+        return None
 
     def refusal(self, rows: int, columns: int) -> str | None:
         """Why the format cannot hold a weight of this shape; None: it can."""

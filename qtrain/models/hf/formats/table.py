@@ -25,27 +25,40 @@ def kept(scheme: Scheme, fmt: ExportFormat) -> Kept:
         return Kept(False, "trained in high precision")
     reasons = [why_not_held(own, fmt.weight) for own in trained]
     if None not in reasons:
-        return Kept(False, reasons[0])
+        return Kept(False, "refused" if fmt.weight.fmt == "ternary" else reasons[0])
     repeated = trained[reasons.index(None)].granularity != fmt.weight.granularity
     notes = ["scales repeated"] * repeated + [fmt.scale_rounding] * bool(fmt.scale_rounding)
     return Kept(True, f"equal ({', '.join(notes)})" if notes else "equal")
 
 
-def keeping(schemes: Iterable[Scheme]) -> list[str]:
-    """The formats that hold the codes of all of these schemes; those that hold them as they are come first."""
+def keeping(schemes: Iterable[LowBitScheme]) -> list[str]:
+    """The formats that hold the codes of all of these schemes, those of the same elements and without notes first."""
     schemes = list(schemes)
-    made = {name: EXPORT_FORMATS.make(name, {}, "--export_format") for name in EXPORT_FORMATS.names()}
-    found = {name: [kept(scheme, fmt) for scheme in schemes] for name, fmt in made.items()}
-    equal = [name for name, each in found.items() if each and all(k.equal for k in each)]
-    return sorted(equal, key=lambda name: (max(len(k.text) for k in found[name]), name))
+    order: dict[str, tuple] = {}
+    for name in EXPORT_FORMATS.names():
+        fmt = EXPORT_FORMATS.make(name, {}, "--export_format")
+        held = [kept(scheme, fmt) for scheme in schemes]
+        if held and all(k.equal for k in held):
+            others = sum(trained_formats(scheme)[0].fmt != fmt.weight.fmt for scheme in schemes)
+            order[name] = others, sum(k.text != "equal" for k in held), len(name), name
+    return sorted(order, key=order.__getitem__)
 
 
 def exports_table() -> str:
     """Scheme x format in Markdown, for the documentation; schemes with their default options."""
     formats = {name: EXPORT_FORMATS.make(name, {}, "--export_format") for name in EXPORT_FORMATS.names()}
     formats = {name: fmt for name, fmt in formats.items() if fmt.weight is not None}
-    schemes = {name: SCHEMES.make(name, {}, "--quantize") for name in SCHEMES.names() if name not in ("auto", "bf16")}
-    lines = [f"| format | {' | '.join(f'`{name}`' for name in schemes)} |", "|---" * (len(schemes) + 1) + "|"]
-    for name, fmt in formats.items():
-        lines.append(f"| `{name}` | {' | '.join(kept(scheme, fmt).text for scheme in schemes.values())} |")
+    lines = ["| scheme | equal codes | new codes |", "|---|---|---|"]
+    for scheme_name in SCHEMES.names():
+        if scheme_name in ("auto", "bf16"):  # a scheme for each linear, and none
+            continue
+        scheme = SCHEMES.make(scheme_name, {}, "--quantize")
+        held = {name: kept(scheme, fmt) for name, fmt in formats.items()}
+        equal = [f"`{name}`{k.text.removeprefix('equal')}" for name, k in held.items() if k.equal]
+        new: dict[str, list[str]] = {}
+        for name, k in held.items():
+            if not k.equal:
+                new.setdefault(k.text, []).append(f"`{name}`")
+        reasons = "; ".join(f"{why}: {', '.join(names)}" for why, names in new.items())
+        lines.append(f"| `{scheme_name}` | {', '.join(equal)} | {reasons} |")
     return "\n".join(lines) + "\n"
