@@ -70,7 +70,7 @@ def train(settings: FinetuneSettings) -> None:
         frozen_base,
         trained_part,
     )
-    from qtrain.train.assembly.exports import check_run_exports, write_exports
+    from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
@@ -151,6 +151,9 @@ def train(settings: FinetuneSettings) -> None:
                     log.info("%s", line)
         if settings.lm_eval and rank() == 0:
             training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
+        if settings.push_to_hub and rank() == 0:
+            for line in push_exports({name: folder / name for name in settings.export_format}, settings.push_to_hub):
+                log.info("%s", line)
 
 
 def command() -> None:

@@ -40,7 +40,7 @@ def train(settings: PretrainSettings) -> None:
         freeze_embedding,
         trained_part,
     )
-    from qtrain.train.assembly.exports import check_run_exports, write_exports
+    from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
@@ -103,6 +103,11 @@ def train(settings: PretrainSettings) -> None:
                         log.info("%s", line)
             if settings.lm_eval and rank() == 0:
                 training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
+            if settings.push_to_hub and rank() == 0:
+                for line in push_exports(
+                    {name: folder / name for name in settings.export_format}, settings.push_to_hub
+                ):
+                    log.info("%s", line)
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), folder, other)

@@ -34,6 +34,9 @@ class ExportSettings:
     output: str | None = None
     """Folder in which a folder FORMAT is written for each format; None: the run's, of a folder NAME-FORMAT beside it,
     of a hub id NAME-FORMAT here."""
+    push_to_hub: str | None = None
+    """Upload the export to this repository of the Hugging Face hub, OWNER/NAME, made private if it is new; several
+    formats each to OWNER/NAME-FORMAT. Needs a login: hf auth login."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device on which codes are made; auto: the GPU if there is one, else the CPU."""
 
@@ -47,7 +50,7 @@ def main(argv: list[str]) -> None:
 def export(settings: ExportSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.models import check_export_folder, check_exports, read_formats
-    from qtrain.train.assembly.exports import export_folders
+    from qtrain.train.assembly.exports import check_pushes, export_folders, push_exports
     from qtrain.train.assembly.measured import Measured
     from qtrain.train.settings.machine import choose_device
 
@@ -55,12 +58,14 @@ def export(settings: ExportSettings) -> None:
     if settings.model is None:
         raise UserError("--model: nothing to export is named; give a run folder, a checkpoint, a folder or a hub id.")
     formats = read_formats(settings.format, "--format")
+    if settings.push_to_hub is not None:
+        check_pushes(settings.push_to_hub, [*formats])
     device = choose_device(settings.device)
     measured = Measured.find(settings.model, "--model", prefer_checkpoint=True)
     folders = {name: folder_of(measured, name, settings.output) for name in formats}
     for folder in folders.values():
         check_export_folder(folder, "--output", measured.exported)
-    model, linears = measured.outline(device)
+    model, linears = measured.outline(device, native=any(name != "hf" for name in formats))
     check_exports(model, linears, formats, "--format")
     tokenizer = tokenizer_of(measured)
 
@@ -68,9 +73,18 @@ def export(settings: ExportSettings) -> None:
     positions = measured.settings.seq_len if measured.settings else 0
     with measured.to_export(device) as (model, notes):
         lines = export_folders(
-            model, measured.source, folders, tokenizer, linears=linears, trained_positions=positions, flag="--format"
+            model,
+            measured.source,
+            folders,
+            tokenizer,
+            linears=linears,
+            card=measured.card(settings.model, notes),
+            trained_positions=positions,
+            flag="--format",
         )
     print("\n".join([*lines, *notes]))
+    if settings.push_to_hub is not None:
+        print("\n".join(push_exports(folders, settings.push_to_hub)))
 
 
 def folder_of(measured: "Measured", name: str, output: str | None) -> Path:

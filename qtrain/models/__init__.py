@@ -13,6 +13,7 @@ from qtrain.models.hf.exports import check_export_folder, check_exports, export_
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import keeping, kept
 from qtrain.models.hf.io import export_hf, generation_config
+from qtrain.models.hf.quantized_export import HeldCodes
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
@@ -38,6 +39,7 @@ __all__ = [
     "AdaptedOriginal",
     "Decoder",
     "ExportFormat",
+    "HeldCodes",
     "Lora",
     "LossSums",
     "ModelConfig",

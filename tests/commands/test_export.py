@@ -3,12 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
+import huggingface_hub
 import pytest
+from huggingface_hub import RepoUrl
 
 import llm_finetune
 import llm_pretrain
 from qtrain.__main__ import main
+from qtrain.core import hub
+from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl
 from tests.models.hf.codes_reader import load_tensors
 from tests.system import call, flags, only_run, write_model
@@ -39,9 +44,10 @@ def exported(*words: str, **settings) -> str:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two exports have the same files."""
+    """Whether two exports have the same files; only a run's own card knows its hardware."""
     names = sorted(path.name for path in a.iterdir())
-    assert names == sorted(path.name for path in b.iterdir())
+    assert names == sorted(path.name for path in b.iterdir()) and "README.md" in names
+    names.remove("README.md")
     return all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
 
 
@@ -110,3 +116,61 @@ def test_help_and_list_name_the_formats():
     listing = call(main, ["export", "--list"]).out
     assert "ct_nvfp4" in listing and "fp8_block" in listing
     assert "export" in call(main, []).out
+
+
+class Hub:
+    """What the hub's library would be asked."""
+
+    asked: ClassVar[list] = []
+
+    def create_repo(self, repo_id: str, **options):
+        self.asked.append(("create", repo_id, options))
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str):
+        self.asked.append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+
+@pytest.fixture
+def hub_of_the_test(monkeypatch) -> list:
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    monkeypatch.setattr(hub, "hub_reachable", lambda: True)
+    monkeypatch.setattr(Hub, "asked", [])
+    return Hub.asked
+
+
+def test_exports_are_uploaded_with_their_cards(hub_of_the_test):
+    run, log = trained(quantize="int8", export_format=["hf", "ct_int8"], push_to_hub="me/model", eval_ds=TRAIN)
+    assert [what[:2] for what in hub_of_the_test] == [
+        ("create", "me/model-hf"),
+        ("upload", "me/model-hf"),
+        ("create", "me/model-ct_int8"),
+        ("upload", "me/model-ct_int8"),
+    ]
+    assert hub_of_the_test[0][2] == {"private": True, "exist_ok": True}
+    assert {"README.md", "config.json", "generation_config.json", "tokenizer.json"} <= set(hub_of_the_test[3][2])
+    assert "uploaded    https://huggingface.co/me/model-ct_int8" in log
+    card = (run / "ct_int8/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "all 14 matrices hold the codes" in card
+    last = [r for r in read_metrics(run / "metrics.jsonl") if "eval_loss" in r][-1]
+    assert f"| validation loss | {last['eval_loss']:.4f} (step 2) |" in card and '| quantize | "int8" |' in card
+    assert '"quant_method": "compressed-tensors"' in card and "vllm serve" in card and "1 x CPU" in card
+    assert str(Path.cwd()) not in card and "jsonl/0.jsonl" not in card  # paths stay private
+    dense = (run / "hf/README.md").read_text()
+    assert "quantization_config" not in dense and "from_pretrained" in dense
+    assert "README.md" not in json.loads((run / "hf/checksums.json").read_text())["files"]
+    del hub_of_the_test[:]
+    out = exported(str(run), format=["mxfp8"], push_to_hub="me/other", output="out")
+    assert [what[1] for what in hub_of_the_test] == ["me/other", "me/other"] and "uploaded" in out
+
+
+def test_a_failed_upload_says_where_the_export_is(hub_of_the_test, monkeypatch):
+    def broken(self, **_):
+        raise ConnectionError("the line is dead")
+
+    monkeypatch.setattr(Hub, "upload_folder", broken)
+    done = call(llm_pretrain.main, flags(**TINY, train_ds=TRAIN, push_to_hub="me/model"))
+    assert done.code == 1 and "hf could not be uploaded to me/model: the line is dead" in done.err
+    assert "hf upload me/model" in done.err
+    assert (only_run(Path("runs"), "llm_pretrain") / "hf/config.json").is_file()

@@ -15,7 +15,7 @@ from qtrain.models.hf.formats.gguf import Gguf
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import export_gguf
 from qtrain.models.hf.io import Tokenizer, export_hf
-from qtrain.models.hf.quantized_export import HEAD, HeldCodes, WeightsInCodes, export_quantized
+from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes, export_quantized
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.quant.swap import LinearChoice
@@ -89,13 +89,15 @@ def export_as(
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,
+    card: Card | None = None,
 ) -> HeldCodes | None:
     """Write `model` into `folder`, which is replaced when all is written. left: linears that stay in high precision.
     Returns what became of the codes; None: the export has none."""
-    options = {"left": left, "trained_positions": trained_positions}
+    options = {"left": left, "trained_positions": trained_positions, "card": card}
     if isinstance(fmt, Gguf):
         return export_gguf(model, folder, fmt, tokenizer, **options)
     if isinstance(fmt, SafetensorsFormat):
         return export_quantized(model, source, folder, fmt, tokenizer, **options)
-    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions)
+    text = None if card is None else lambda: card(None, None)
+    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, card=text)
     return None

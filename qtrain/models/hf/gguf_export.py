@@ -14,8 +14,8 @@ import torch
 from qtrain.models.config.hf_layout import TensorSlice
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.formats.gguf import ARCHITECTURES, Gguf
-from qtrain.models.hf.io import Tokenizer, replacing
-from qtrain.models.hf.quantized_export import HEAD, HeldCodes, WeightsInCodes
+from qtrain.models.hf.io import CARD, Tokenizer, replacing
+from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.decoder import Decoder
 
@@ -36,6 +36,7 @@ def export_gguf(
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,
+    card: Card | None = None,
 ) -> HeldCodes | None:
     """Write FILE and the tokenizer's files into `folder`. left: linears in high precision. Returns what became of
     the codes; None: there are none. Raises UserError."""
@@ -61,7 +62,10 @@ def export_gguf(
             writer.write_tensor_data(_data(weights, fmt, entries))
         writer.close()
         finish_export(temporary, [path.name for path in temporary.iterdir()])
-    return weights.held if fmt.weight is not None else None
+        held = weights.held if fmt.weight is not None else None
+        if card is not None:
+            (temporary / CARD).write_text(card(None, held), encoding="utf-8")
+    return held
 
 
 def _members(weights: WeightsInCodes) -> dict[str, list[TensorSlice]]:

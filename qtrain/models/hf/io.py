@@ -28,8 +28,8 @@ from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = "model.safetensors"
-GENERATION = "generation_config.json"
-"""Settings that users edit: it has no checksum."""
+GENERATION, CARD = "generation_config.json", "README.md"
+"""Files that users edit: they have no checksum."""
 _WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", GENERATION]
 
 
@@ -67,12 +67,14 @@ def export_hf(
     *,
     trained_positions: int = 0,
     write_weights: WriteWeights | None = None,
+    card: Callable[[], str] | None = None,
 ) -> None:
     """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
 
     Weights keep their dtype; low-bit ones are dequantized. Everything is written to a temporary folder, which then
     replaces `folder`. trained_positions: tokens of the sequences that the model was trained on; the config names no
-    fewer positions. write_weights: of a native decoder, in place of the dense weights.
+    fewer positions. write_weights: of a native decoder, in place of the dense weights. card: the text of README.md,
+    asked for when the weights are written.
     """
     with replacing(Path(folder)) as temporary, writing_export(folder):
         if write_weights is None and hasattr(model, "save_pretrained"):
@@ -91,7 +93,10 @@ def export_hf(
             tokenizer.save_hf(temporary)
         write_json(temporary / "config.json", config)
         write_json(temporary / GENERATION, generation)
-        finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in (GENERATION, CHECKSUMS)))
+        if card is not None:
+            (temporary / CARD).write_text(card(), encoding="utf-8")
+        unchecked = (GENERATION, CARD, CHECKSUMS)
+        finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in unchecked))
 
 
 def _write_dense(model: nn.Module, folder: Path) -> dict[str, Any]:

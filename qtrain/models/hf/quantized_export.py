@@ -7,7 +7,7 @@ scale. New codes are made of the fused weight too: readers fuse those tensors ag
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,10 @@ class HeldCodes:
             return f"all {self.matrices:,} matrices hold the codes that training multiplied with"
         why = "; ".join(f"{count:,} x {reason}" for reason, count in self.new.items())
         return f"{self.equal:,} of {self.matrices:,} matrices hold the codes that training multiplied with; new: {why}"
+
+
+Card = Callable[[Mapping[str, Any] | None, HeldCodes | None], str]
+"""(quantization_config, what became of the codes) -> the text of README.md."""
 
 
 class WeightsInCodes:
@@ -151,18 +155,21 @@ def export_quantized(
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,
+    card: Card | None = None,
 ) -> HeldCodes:
     """Write a folder that readers of `fmt` load, as `export_hf` writes a dense one. left: linears that stay in high
     precision, by name; embeddings, routers and a head that shares the embedding's matrix always do. UserError, before
     anything is written, for weights of a shape that the format cannot hold."""
     weights = WeightsInCodes(model, fmt, left)
+    config = fmt.quantization_config(weights.left())
 
     def write(_: nn.Module, where: Path) -> dict[str, Any]:
         _write_codes(weights, fmt, where)
         dtype = str(weights.dtype()).removeprefix("torch.")
-        return {"torch_dtype": dtype, "quantization_config": fmt.quantization_config(weights.left())}
+        return {"torch_dtype": dtype, "quantization_config": config}
 
-    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, write_weights=write)
+    text = None if card is None else lambda: card(config, weights.held)
+    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, write_weights=write, card=text)
     return weights.held
 
 

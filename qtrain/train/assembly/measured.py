@@ -32,6 +32,7 @@ from qtrain.quant import LinearChoice
 from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding, frozen_base
 from qtrain.train.assembly.exports import whose_weights
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.model_card import ModelCard
 from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.settings.machine import choose_dtype
@@ -52,7 +53,7 @@ ONE_PROCESS = {
     },
     **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False},
     **{"compile": False, "trackers": (), "resume": None, "lm_eval": None, "final_eval": "sample"},
-    **{"export_format": ("hf",)},
+    **{"export_format": ("hf",), "push_to_hub": None},
 }
 """Instead of what says only how a run was spread and made fast, and what it measured at its end."""
 
@@ -125,11 +126,11 @@ class Measured:
             return "hf"
         return "native"
 
-    def outline(self, device: torch.device) -> tuple[nn.Module, Sequence[LinearChoice]]:
+    def outline(self, device: torch.device, *, native: bool) -> tuple[nn.Module, Sequence[LinearChoice]]:
         """The model on the meta device, and what its training does to its linears: nothing to those of an exported
-        one."""
+        one. UserError where it is to be qtrain's own decoder, and is not."""
         if self.exported is not None:
-            return empty_model(self.source, self._impl), ()
+            return empty_model(self.source, "native" if native else self._impl), ()
         prepared, _ = self._prepared(device)
         return prepared.architecture.empty, prepared.linears
 
@@ -146,6 +147,13 @@ class Measured:
         with export_weights(run) as whole:
             merge_lora(run.model)
             yield whole, notes + whose_weights(run, adapted=self.trained.get("lora") is not None)
+
+    def card(self, name: str, lines: Sequence[str]) -> ModelCard:
+        """Of an export of `name`."""
+        if self.settings is None:
+            return ModelCard(Path(name).name, self.source, {}, lines=lines)
+        run = self.checkpoint.parent.parent if self.checkpoint is not None else Path(self.exported).parent
+        return ModelCard.of_run(run, self.source, self.trained, lines=lines)
 
     def _prepared(self, device: torch.device) -> tuple[Prepared, Lora | None]:
         # In the dtype of the run, which auto may not be on this device; older checkpoints do not name it.

@@ -383,6 +383,8 @@ RUN_EXCLUSIONS = (
     Exclusion("--lm_eval", "--export_format without hf",
         lambda o: o.get("lm_eval") is not None and "hf" not in o.get("export_format"),
         "it evaluates the dense export", "; add hf to --export_format, or leave --lm_eval out"),
+    Exclusion("--push_to_hub", "--no_export", lambda o: o.get("push_to_hub") is not None and not o.settings.export,
+        "it uploads the export", "; leave out --no_export, or --push_to_hub"),
     _note("--export_format", "--no_export", lambda o: o.has("export_format") and not o.settings.export,
         "has no effect with --no_export"),
     Exclusion("--export_format", "--model_impl hf", lambda o: bool(o.low_bit_exports) and _transformers(o),

@@ -214,6 +214,7 @@ CASES = {
         {"lm_eval": "base", "export_format": ("ct_int8",)},
         {"export_format": ("ct_int8", "hf")},
     ),
+    ("--push_to_hub", "--no_export"): (PRETRAIN, {"push_to_hub": "me/x", "export": False}, {"export": True}),
     ("--export_format", "--no_export"): (PRETRAIN, {"export_format": ("ct_int8",), "export": False}, {"export": True}),
     ("--export_format", "--model_impl hf"): (
         PRETRAIN,
