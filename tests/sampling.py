@@ -103,5 +103,12 @@ CASES: dict[str, int] = {
     "tests/tensors/test_stored_weight.py::test_small_updates_survive_on_average_with_a_key_only": 0,
     "tests/kernels/swiglu/test_quantize.py::test_a_given_scale_in_the_interpreter": 0,
     "tests/models/cost/test_memory.py::test_compiled_layers_keep_what_the_table_says": 0,
+    "tests/commands/test_export.py::test_a_run_and_its_checkpoint_export_the_same_codes": 2,
+    "tests/commands/test_export_mistakes.py::test_before_training": 12,
+    "tests/commands/test_export_mistakes.py::test_before_exporting": 12,
+    "tests/models/hf/test_quantized_export.py::test_bitnets_reader_computes_what_training_computes": 0,
+    "tests/models/hf/test_gguf_export.py::test_transformers_reads_the_weights_that_training_multiplied": 4,
+    "tests/models/hf/test_quantized_export.py::test_the_table_says_what_exports_hold": 8,
+    "tests/models/hf/test_quantized_export.py::test_its_reader_gets_the_weights_that_training_multiplied": 6,
 }
 """Test function -> cases that always run."""
