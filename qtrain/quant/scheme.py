@@ -77,6 +77,9 @@ class LowBitScheme(Scheme):
     stored_format: str | None = None
     """The format that the weight itself is stored in (`tensors/stored_weight.py`); None: high precision."""
 
+    keeps_codes: bool = False
+    """Whether the stored codes are those of a checkpoint, and never made of a value."""
+
     packed_weight: OperandFormat | None = None
     """The format that a weight is quantized to where its GEMMs read other codes, which are unpacked from these."""
 

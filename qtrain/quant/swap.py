@@ -4,13 +4,14 @@ Any nn.Module works: its nn.Linear submodules are swapped. The caller names the 
 the input of every linear, the model may have a method `add_sub_norms`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.core.errors import UserError
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
@@ -20,7 +21,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.weight_codes import in_one_layout, scales_by_amax
-from qtrain.tensors.lazy import initial_value, is_lazy, make_lazy, materialize, with_zeros
+from qtrain.tensors.lazy import existing_codes, initial_value, is_lazy, make_lazy, materialize, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
 SIBLINGS = (
@@ -35,6 +36,7 @@ quantizations of the input and keeps one. The shared bits never meet in one prod
 
 
 NOTHING = "the scheme quantizes nothing"
+NO_NAMES: Mapping[str, str] = {}
 
 
 class SharedWeight(NamedTuple):
@@ -180,6 +182,7 @@ def choose_linears(
     head: nn.Module | None = None,
     quantize_head: bool = False,
     min_size: int = 0,
+    left: Mapping[str, str] = NO_NAMES,
 ) -> list[LinearChoice]:
     """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
     trains."""
@@ -193,6 +196,8 @@ def choose_linears(
             reason = NOTHING
         elif is_head and not quantize_head:
             reason = "output head (--quantize_lm_head takes it too)"
+        elif names[0] in left:
+            reason = left[names[0]]
         elif type(linear) not in (nn.Linear, GroupedLinear):
             reason = f"a {type(linear).__name__}, not a plain linear"
         elif isinstance(linear, GroupedLinear) and n % BLOCK_ROWS:
@@ -218,6 +223,7 @@ def quantize_linears(
     head: nn.Module | None = None,
     quantize_head: bool = False,
     min_size: int = 0,
+    left: Mapping[str, str] = NO_NAMES,
     realize: bool = True,
     shared: Callable[[str], SharedWeight | None] = lambda name: None,
     one_weight_layout: bool = False,
@@ -228,16 +234,19 @@ def quantize_linears(
     each weight before it is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy,
     and codes of trained weights take no memory now.
 
-    min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
-    replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
-    model cannot have. shared: the linears of which other processes hold other parts, by name. one_weight_layout: keep
-    one layout of weights' codes, where the other follows from it (`weight_codes.in_one_layout`).
+    min_size: linears with fewer in- or out-features stay in high precision; left: these too, by name, with the reason.
+    A scheme that stores weights in low bits replaces parameters, so the optimizer must be built afterwards. UserError
+    where a scheme requires norms that this model cannot have. shared: the linears of which other processes hold other
+    parts, by name. one_weight_layout: keep one layout of weights' codes, where the other follows from it
+    (`weight_codes.in_one_layout`).
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
     linears, key_of_group = find_linears(model), {}
-    choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
+    choices = choose_linears(
+        model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size, left=left
+    )
     parts = [shared(choice.name) for choice in choices if choice.reason is None]
     numbers = [(part.first_number if part else 0) + number for number, part in enumerate(parts)]
     # One tensor for all linears: a new step is one fill, and every linear's key is a view of its row.
@@ -252,10 +261,12 @@ def quantize_linears(
         if choice.reason is None:
             number = len(quantized.linears)
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
-            if realize:
-                materialize(linear.weight)
             own = choice.in_one_layout if one_weight_layout else choice.scheme
-            swapped = _swap(linear, own, key, parts[number])
+            if realize and (codes := _existing_codes(linear.weight, own, names[0])) is not None:
+                linear.weight = nn.Parameter(codes, linear.weight.requires_grad)
+            elif realize:
+                materialize(linear.weight)
+            swapped = _swap(linear, own, key, parts[number], names[0])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
@@ -275,16 +286,33 @@ def _key_group(name: str) -> tuple[str, int | str]:
     return parent, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
-def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, shared: SharedWeight | None) -> LowBitLinear:
+def _existing_codes(weight: nn.Parameter, scheme: LowBitScheme, name: str) -> StoredWeight | None:
+    """The codes that a lazy weight has already in the format that the scheme stores. UserError for a scheme that keeps
+    those of a checkpoint, where the weight has none."""
+    codes = None if scheme.stored_format is None else existing_codes(weight, scheme.stored_format)
+    if codes is None and scheme.keeps_codes:
+        raise UserError(
+            f"--lora.base: {name} has no codes in the format that the config.json of --model says, or only a part of "
+            'it has; use "base":"dense", or one of nf4, int8 and fp8.'
+        )
+    return codes
+
+
+def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, shared: SharedWeight | None, name: str) -> LowBitLinear:
     """A lazy weight stays lazy: its codes are those of zeros, until it has a value."""
     plain = linear.weight
     with with_zeros(plain):
-        if scheme.stored_format is not None:
+        if scheme.stored_format is not None and not isinstance(plain.data, StoredWeight):
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         swapped = LowBitLinear(linear, scheme, key, shared and shared.reduce).train(linear.training)
     if is_lazy(plain) and linear.weight is not plain:
-        make_lazy(linear.weight, lambda: StoredWeight.from_value(initial_value(plain), scheme.stored_format))
+
+        def stored() -> StoredWeight:
+            codes = _existing_codes(plain, scheme, name)
+            return StoredWeight.from_value(initial_value(plain), scheme.stored_format) if codes is None else codes
+
+        make_lazy(linear.weight, stored)
     return swapped
 
 

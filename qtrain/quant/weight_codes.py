@@ -182,6 +182,8 @@ def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups 
         # The stored codes themselves: no memory of their own.
         return Operands(w.quantized, w.quantized.summed_over_rows())
     # `output` reads the stored codes; `grad_input` sums along the other dimension, which needs other scales.
+    if wire_format(scheme) == STORED_FORMATS[w.format]:
+        return operands_of_codes(scheme, w.quantized, w.shape[1])  # square blocks: the same codes, transposed
     if rows == STORED_FORMATS[w.format]:
         return Operands(w.quantized, quantize_columns(w.dequantize(), columns, NEAREST, False, groups))
     return Operands(*quantize_dual_layout(w.dequantize(), rows, columns, NEAREST, False, groups))

@@ -19,6 +19,12 @@ from qtrain.tensors.stored_weight import StoredWeight
 _initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Lazy parameter -> the function that makes its value."""
 
+StoredInitializer = Callable[[str], StoredWeight | None]
+"""Format -> the value in codes of this format that exist already; None: there are none."""
+
+_stored_initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Lazy parameter -> its StoredInitializer, if it has one."""
+
 
 def plain_tensors(p: Tensor) -> list[Tensor]:
     """What a parameter consists of: itself, or a stored weight's codes and scale."""
@@ -26,11 +32,13 @@ def plain_tensors(p: Tensor) -> list[Tensor]:
     return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
 
 
-def make_lazy(p: nn.Parameter, make: Callable[[], Tensor]) -> None:
-    """Free the memory of `p`. make: returns its value, in new memory."""
+def make_lazy(p: nn.Parameter, make: Callable[[], Tensor], stored: StoredInitializer | None = None) -> None:
+    """Free the memory of `p`. make: returns its value, in new memory; stored: in codes that exist already."""
     for tensor in plain_tensors(p):
         tensor.untyped_storage().resize_(0)
     _initializers[p] = make
+    if stored is not None:
+        _stored_initializers[p] = stored
 
 
 def is_lazy(p: Tensor) -> bool:
@@ -42,9 +50,17 @@ def initial_value(p: Tensor) -> Tensor:
     return _initializers[p]() if is_lazy(p) else p.data
 
 
+def existing_codes(p: Tensor, format: str) -> StoredWeight | None:
+    """The initial value of a lazy parameter in codes of a stored format that exist already: nothing is rounded. None:
+    there are none."""
+    stored = _stored_initializers.get(p) if is_lazy(p) else None
+    return None if stored is None else stored(format)
+
+
 def drop_initializer(p: nn.Parameter) -> None:
     """Drop the initializer; the shards hold the value now."""
     _initializers.pop(p, None)
+    _stored_initializers.pop(p, None)
 
 
 def materialize(p: nn.Parameter) -> None:

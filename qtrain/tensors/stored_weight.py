@@ -4,13 +4,16 @@
 `.grad`, `state_dict` and `to` handle it, and any operation that reads it gets its dequantized values. It holds two
 plain tensors, which are also what checkpoints hold:
 
-    format   codes                            scale fp32                bytes per element
-    int8     int8 [N, K]                      [N], one per row          1
-    int4     uint8 [N, K / 2], two per byte   [N, K / 128] (*)          0.53
-    e4m3     float8 [N, K]                    [N], one per row          1
-    nf4      uint8 [N, K / 2], two per byte   [N, K / 64] (*)           0.56
+    format        codes                            scale fp32                bytes per element
+    int8          int8 [N, K]                      [N], one per row          1
+    int4          uint8 [N, K / 2], two per byte   [N, K / 128] (*)          0.53
+    int4_g32      uint8 [N, K / 2], two per byte   [N, K / 32] (*)           0.63
+    e4m3          float8 [N, K]                    [N], one per row          1
+    e4m3_blocks   float8 [N, K]                    [N / 128, K / 128] (*)    1
+    nf4           uint8 [N, K / 2], two per byte   [N, K / 64] (*)           0.56
+    ternary       uint8 [N, K / 4], four per byte  [N], one per row          0.25
 
-(*) one per group of 128 (64) along K; the last group may be shorter. nf4 is for weights that are not trained.
+(*) one per group along K (and N); the last group may be shorter. int8, int4 and e4m3 are for weights that train too.
 
 Only `store_` changes it: it requantizes, with stochastic rounding if a key is given, because rounding to nearest loses
 every update smaller than half a code (Gupta et al. 2015, arXiv:1502.02551). An in-place operation of PyTorch on it
@@ -24,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
+from qtrain.kernels.numerics.formats import FORMATS, codes_shape, scale_shape
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.update_rules import LowBitWeight
 from qtrain.kernels.quantize.nf4 import quantize_nf4
@@ -33,8 +37,11 @@ from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 STORED_FORMATS: dict[str, OperandFormat] = {
     "int8": OperandFormat("int8", "rowwise"),
     "int4": OperandFormat("int4", "1x128"),
+    "int4_g32": OperandFormat("int4", "1x32"),
     "e4m3": OperandFormat("e4m3", "rowwise"),
+    "e4m3_blocks": OperandFormat("e4m3", "128x128"),
     "nf4": OperandFormat("nf4", "1x64"),
+    "ternary": OperandFormat("ternary", "rowwise"),
 }
 
 _aten = torch.ops.aten
@@ -77,6 +84,16 @@ class StoredWeight(Tensor, LowBitWeight):
         with torch.no_grad():
             codes, scale = _codes(value.detach(), format)
         return cls(codes, scale.contiguous(), format, value.shape, value.dtype)
+
+    @classmethod
+    def empty(
+        cls, shape: torch.Size, format: str, dtype: torch.dtype, device: torch.device | None = None
+    ) -> "StoredWeight":
+        """Uninitialized codes and scales of a weight of this shape."""
+        fmt = STORED_FORMATS[format]
+        codes = torch.empty(codes_shape(fmt.fmt, *shape), dtype=FORMATS[fmt.fmt].dtype, device=device)
+        scale = torch.empty(scale_shape(fmt.granularity, *shape), dtype=fmt.scale_dtype, device=device)
+        return cls(codes, scale, format, shape, dtype)
 
     @property
     def inner(self) -> dict[str, Tensor]:
@@ -164,7 +181,7 @@ def _(tensor: Tensor, after: Tensor) -> Tensor:
 def _codes(value: Tensor, format: str, key: Tensor | None = None, role: int = 0) -> tuple[Tensor, Tensor]:
     if format == "nf4":
         return quantize_nf4(value)
-    return quantize(value, format, STORED_FORMATS[format].granularity, key, role)
+    return quantize(value, STORED_FORMATS[format].fmt, STORED_FORMATS[format].granularity, key, role)
 
 
 def _keeps_format(kwargs: dict[str, Any]) -> bool:

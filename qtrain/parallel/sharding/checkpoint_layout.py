@@ -67,8 +67,9 @@ class DividedState:
         owner, _, part = name.rpartition(".")
         if owner not in self._stored or part not in ("codes", "scale"):
             return self._whole(name, name, tensor, 1)
-        columns = GRANULARITIES[STORED_FORMATS[self._stored[owner]].granularity][1]
-        return self._whole(name, owner, tensor, FORMATS[self._stored[owner]].packing if part == "codes" else columns)
+        stored = STORED_FORMATS[self._stored[owner]]
+        columns = GRANULARITIES[stored.granularity][1]
+        return self._whole(name, owner, tensor, FORMATS[stored.fmt].packing if part == "codes" else columns)
 
     def states(self, states: States) -> States:
         """The tensors of `optimizer_tensors`."""

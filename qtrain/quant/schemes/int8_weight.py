@@ -53,8 +53,12 @@ class StoredWeightScheme(LowBitScheme):
         return STORED_FORMATS[self.stored_format]._replace(sum_dim=1 if gemm == "output" else 0)
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        if FORMATS[self.stored_format].packing > 1 and in_features % 2:
-            return f"{self.stored_format} codes are stored two per byte, which needs an even number of in-features"
+        packing = FORMATS[STORED_FORMATS[self.stored_format].fmt].packing
+        if in_features % packing:
+            return (
+                f"{self.stored_format} codes are stored {packing} per byte, which needs in-features in multiples of "
+                f"{packing}"
+            )
         return None if self.activations == "none" else super().refusal(in_features, out_features, device)
 
 
