@@ -42,8 +42,9 @@ class FinetuneSettings(LanguageSettings):
     lora: JsonDict = None
     """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets (all-linear,
     names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
-    the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue), merge (the weights that the export
-    adds adapters to: trained, as frozen in base, or original, those of --model). {}: the defaults."""
+    the frozen weights: none, as --model has them, in its codes if it is quantized; dense, in the model's dtype; nf4,
+    int8, fp8), adapter (folder of one to continue), merge (the weights that the export adds adapters to: trained, as
+    frozen in base, or original, those of --model). {}: the defaults."""
 
 
 def main(argv: list[str]) -> None:
@@ -67,10 +68,10 @@ def train(settings: FinetuneSettings) -> None:
         build_quantized,
         describe_trained,
         freeze_embedding,
-        frozen_base,
         trained_part,
     )
     from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
+    from qtrain.train.assembly.frozen_base import frozen_base
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
@@ -84,7 +85,7 @@ def train(settings: FinetuneSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
-    checked = check_settings(settings, SCRIPT, frozen_base(lora, settings.quantize))
+    checked = check_settings(settings, SCRIPT, frozen_base(lora, settings))
     check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)

@@ -22,7 +22,8 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Lora
-from qtrain.train.assembly.assemble import frozen_base, trained_part
+from qtrain.train.assembly.assemble import trained_part
+from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.status import short_number
@@ -92,7 +93,7 @@ def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, Lan
     chosen, lora = _on_card(method, card)
     run = {"model": model, "gpu": card, "seq_len": seq_len, "batch_size": TOKENS // seq_len, "dry_run": True}
     settings = LanguageSettings(**run, compile=True, fit="auto", **chosen)
-    checked = check_settings(settings, "resources", frozen_base(lora, settings.quantize))
+    checked = check_settings(settings, "resources", frozen_base(lora, settings))
     architecture = _architecture(model, seq_len)
     trained = trained_part(architecture.config, lora, False, checked.dtype)
     try:

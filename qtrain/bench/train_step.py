@@ -39,7 +39,8 @@ from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import add_lora, as_lora, read_model_source
 from qtrain.quant import SCHEMES
-from qtrain.train.assembly.assemble import assemble, build_quantized, frozen_base, trained_part
+from qtrain.train.assembly.assemble import assemble, build_quantized, trained_part
+from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.failures import is_out_of_memory
@@ -77,7 +78,7 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
     # ---- plan, model, quantize, adapt, optimizer ---------------------------------------------------------------------
     lora = as_lora(settings.lora) if isinstance(settings, CellSettings) and settings.lora is not None else None
-    checked = check_settings(settings, "train_step", frozen_base(lora, settings.quantize))
+    checked = check_settings(settings, "train_step", frozen_base(lora, settings))
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, False, checked.dtype)
     prepared = prepare(fit_memory(checked, architecture, trained), architecture, (), trained)

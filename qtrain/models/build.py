@@ -75,7 +75,9 @@ def _make_matrices_lazy(name: str, module: nn.Module, values: InitialValues) -> 
 
     for own, p in module.named_parameters(recurse=False):
         if p.ndim > 1:
-            make_lazy(p, functools.partial(make, own, p.shape, {"dtype": p.dtype, "device": p.device}))
+            like = {"dtype": p.dtype, "device": p.device}
+            stored = functools.partial(values.codes, f"{name}.{own}", shape=p.shape, **like)
+            make_lazy(p, functools.partial(make, own, p.shape, like), stored)
 
 
 def empty_model(source: ModelSource, impl: str = "native", place: Callable[[Decoder], None] | None = None) -> nn.Module:

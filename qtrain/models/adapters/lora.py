@@ -41,8 +41,9 @@ ALL = "all-linear"
 class Lora:
     """The options of --lora. targets: names of projections, those of routed experts as in EXPERT_TARGETS; ALL stands
     for those of every linear but the head and routed experts. adapter: a folder to continue from, whose r, alpha,
-    targets, rslora and dora then apply. merge: the weights that the exported model adds the adapters to, those trained
-    on or the source's own."""
+    targets, rslora and dora then apply. base: the format of the frozen weights; none: as the model has them, in its
+    codes if it is quantized; dense: the model's dtype. merge: the weights that the exported model adds the adapters to,
+    those trained on or the source's own."""
 
     r: Annotated[int, Range(1, 65_536)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
@@ -50,7 +51,7 @@ class Lora:
     targets: str | tuple[str, ...] = ALL
     rslora: bool = False
     dora: bool = False
-    base: Literal["none", "nf4", "int8", "fp8"] = "none"
+    base: Literal["none", "dense", "nf4", "int8", "fp8"] = "none"
     merge: Literal["trained", "original"] = "trained"
     adapter: str | None = None
 

@@ -221,7 +221,7 @@ def _read_heads(values: Mapping[str, Any], model_type: str, latent: MLAConfig | 
 
 def _refuse_unsupported(values: Mapping[str, Any], mixture: bool, family: Family, where: str) -> None:
     """Refuse keys that change the arithmetic in a way that the native decoder does not compute."""
-    neutral = {"hidden_act": ("silu", "swish"), "attention_dropout": (0, None), "quantization_config": (None,)}
+    neutral = {"hidden_act": ("silu", "swish"), "attention_dropout": (0, None)}
     if not mixture:
         # Experts in the config of a dense family: its layers are not what the family says.
         neutral |= dict.fromkeys(("num_experts", "num_local_experts"), (0, 1, None))

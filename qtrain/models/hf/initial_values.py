@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
+from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.hf.io import files_of_tensors, opened_tensors, refuse_nonfinite, refuse_tensors, weights_folder
+from qtrain.models.hf.readers.coded_files import CodedFiles
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.tensors.partition import Partition
+from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -21,6 +24,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 class InitialValues(Protocol):
     def fill(self, name: str, target: Tensor) -> None:
         """Give `target` the value of the parameter `name`, or of the part of it that this rank holds."""
+
+    def codes(
+        self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight | None:
+        """The parameter `name` as a weight stored in `format`, with the codes that the source has of it; None where it
+        has none in this format."""
 
 
 class DrawnValues:
@@ -45,6 +54,11 @@ class DrawnValues:
         full.normal_(0.0, self._std, generator=generator)
         target.copy_(part.take(full) if part else full)
 
+    def codes(
+        self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight | None:
+        return None
+
 
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator on `device`, seeded by a hash of (seed, name)."""
@@ -53,7 +67,8 @@ def named_generator(seed: int, name: str, device: torch.device) -> torch.Generat
 
 
 class LoadedValues:
-    """What a source's safetensors hold, converted to the parameters' dtype. Buffers of the model are among it.
+    """What a source's safetensors hold, converted to the parameters' dtype. Buffers of the model are among it. Matrices
+    in codes (`readers/`) are dequantized one at a time, or given as they are.
 
     UserError naming tensors that are missing, that the architecture does not have, that have another shape, or that are
     codes of another format: before any is read.
@@ -64,19 +79,43 @@ class LoadedValues:
         self._files = files_of_tensors(weights_folder(source), self._where)
         self._partition = model.partition
         slices = {entry.hf_name: entry for entry in layout(model.config)}
-        extra = {name for name in self._files.keys() - slices.keys() if not is_ignored(name, model.config)}
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        self._coded = self._coded_files(source, slices, tensors)
+        own = slices.keys() | (set() if self._coded is None else self._coded.parts)
+        extra = {name for name in self._files.keys() - own if not is_ignored(name, model.config)}
         # Some files store the tied matrix twice.
         self._tied_head = model.config.tie_word_embeddings and _HEAD in extra
         if self._tied_head:
             extra.remove(_HEAD)
             slices[_HEAD] = TensorSlice(_HEAD, _HEAD)
-        refuse_tensors(self._where, "lacks the tensors", slices.keys() - self._files.keys())
+        plain = {name: entry for name, entry in slices.items() if not self._is_coded(name)}
+        refuse_tensors(self._where, "lacks the tensors", plain.keys() - self._files.keys())
         refuse_tensors(self._where, "has tensors that this architecture does not", extra)
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        self._check(slices.values(), tensors)
+        self._check(plain.values(), tensors)
         self._slices: dict[str, dict[Path, list[TensorSlice]]] = {}
-        for hf_name, entry in slices.items():
+        for hf_name, entry in plain.items():
             self._slices.setdefault(entry.name, {}).setdefault(self._files[hf_name], []).append(entry)
+        self._matrices: dict[str, list[TensorSlice]] = {}
+        """Those in codes, by parameter."""
+        for hf_name in slices.keys() - plain.keys():
+            self._matrices.setdefault(slices[hf_name].name, []).append(slices[hf_name])
+
+    def _coded_files(
+        self, source: ModelSource, slices: dict[str, TensorSlice], tensors: dict[str, Tensor]
+    ) -> CodedFiles | None:
+        if (declared := source.declared_codes()) is None:
+            return None
+        shapes = {name: self._full_shape(e, tensors) for name, e in slices.items() if e.name and e.name != _EMBEDDING}
+        matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+        return CodedFiles(declared, self._files, matrices, self._where)
+
+    def _is_coded(self, hf_name: str) -> bool:
+        return self._coded is not None and hf_name in self._coded
+
+    def _full_shape(self, entry: TensorSlice, tensors: dict[str, Tensor]) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        part, target = self._partition(entry.name), tensors[entry.name]
+        return entry.shape(part.full_shape(target.shape) if part else target.shape)
 
     def _check(self, slices: Any, tensors: dict[str, Tensor]) -> None:
         by_file: dict[Path, list[TensorSlice]] = {}
@@ -91,11 +130,12 @@ class LoadedValues:
                     # Shape and dtype are in the file's header: nothing is loaded yet.
                     stored = opened.get_slice(entry.hf_name)
                     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                    part, target = self._partition(entry.name), tensors[entry.name]
-                    expected = entry.shape(part.full_shape(target.shape) if part else target.shape)
-                    if shape != expected:
+                    if shape != (expected := self._full_shape(entry, tensors)):
                         wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
-                    elif "F" not in dtype:  # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
+                    elif "F" not in dtype or (self._coded is not None and dtype.startswith("F8")):
+                        # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
+                        scales = [] if self._coded is None else self._coded.lacking(entry.hf_name)
+                        refuse_tensors(self._where, "lacks the tensors", scales)
                         raise UserError(
                             f"{self._where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load."
                         )
@@ -111,8 +151,30 @@ class LoadedValues:
                     stored = opened.get_tensor(entry.hf_name)
                     refuse_nonfinite(self._where, entry.hf_name, stored)
                     _write(target, stored, entry, part)
+        for entry in self._matrices.get(name, ()):
+            _write(target, self._coded.values(entry.hf_name, target.dtype, str(target.device)), entry, part)
         if name == _EMBEDDING and self._tied_head:
             self._compare_tied_head(target, part)
+
+    @torch.no_grad()
+    def codes(
+        self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight | None:
+        """As `InitialValues.codes`: of a parameter of one process all of whose tensors are in this format."""
+        entries, wanted = self._matrices.get(name, []), STORED_FORMATS[format]
+        if name in self._slices or not entries or self._partition(name) is not None:
+            return None
+        group = GRANULARITIES[wanted.granularity][0]
+        if any(self._coded.format(entry.hf_name) != wanted or entry.start % group for entry in entries):
+            return None
+        stored = StoredWeight.empty(shape, format, dtype, device)
+        for entry in entries:
+            rows = entry.shape(shape)[0]
+            codes = self._coded.codes(entry.hf_name, str(device))
+            stored.codes[entry.start : entry.start + rows].copy_(codes.codes)
+            # Blocks of several rows begin with a tensor's first row.
+            stored.scale[entry.start // group : -(-(entry.start + rows) // group)].copy_(codes.scale)
+        return stored
 
     def _compare_tied_head(self, embedding: Tensor, part: Partition | None) -> None:
         head = torch.empty_like(embedding)

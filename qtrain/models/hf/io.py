@@ -82,7 +82,8 @@ def export_hf(
             config = read_json(temporary / "config.json", "export")
         else:
             entries = (write_weights or _write_dense)(model, temporary)
-            config = {**source.config, **model.config.to_hf(), **entries}
+            dense = {key: value for key, value in source.config.items() if key != "quantization_config"}
+            config = {**dense, **model.config.to_hf(), **entries}
             config.pop("dtype", None)  # transformers 5 reads torch_dtype too, and the two must not disagree
         if isinstance(positions := config.get("max_position_embeddings"), int):
             config["max_position_embeddings"] = max(positions, trained_positions)

@@ -9,6 +9,7 @@ from qtrain.core.checksums import check_checksums
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hub import hub_file
 from qtrain.models.config.model import ModelConfig
+from qtrain.models.hf.readers.declared import DeclaredCodes, declared_codes
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "models"
 FIX = "Give a local folder, a .json file, or a name that `--list` shows."
@@ -31,6 +32,11 @@ class ModelSource:
     def has_weights(self) -> bool:
         """Whether it can have weights and a tokenizer."""
         return self.folder is not None or self.hub_id is not None
+
+    def declared_codes(self) -> DeclaredCodes | None:
+        """The matrices of its weights that are codes; None: they are in high precision. UserError for codes of a format
+        that is not read."""
+        return declared_codes(self.config, self.where)
 
     def model_config(self) -> ModelConfig:
         """The native architecture; UserError where it is not covered."""

@@ -12,8 +12,8 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.sharding.full_shard import Unit
-from qtrain.quant import LinearChoice
-from qtrain.quant.swap import SharedWeight
+from qtrain.quant import LinearChoice, Scheme
+from qtrain.quant.swap import NO_NAMES, SharedWeight
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -86,6 +86,10 @@ class Architecture(ABC):
     def shared_weight(self, name: str) -> SharedWeight | None:
         """How the weight of the linear `name` is shared with other processes; None: not at all."""
         return None
+
+    def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
+        """The linears that stay in high precision though `scheme` could take them, by name, with the reason."""
+        return NO_NAMES
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """Lines to print below the list of linears."""

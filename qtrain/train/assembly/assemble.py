@@ -13,8 +13,7 @@ from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adap
 from qtrain.optim import parameter_groups
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
-from qtrain.quant import LowBitScheme, QuantizedModel, quantize_linears
-from qtrain.quant.schemes.frozen_base import base_scheme
+from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.deterministic import use_deterministic_kernels
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number
@@ -41,6 +40,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         head=architecture.head(model),
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
+        left=architecture.left_linears(prepared.scheme),
         # False where shards are cut: sharding then makes one value after the other (`tensors/lazy.py`).
         realize=prepared.mesh.shard == 1 and not prepared.reshards,
         shared=architecture.shared_weight,
@@ -127,12 +127,6 @@ def describe_trained(model: nn.Module) -> str:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"trained: {short_number(trained)} of {short_number(total)} parameters ({100 * trained / total:.3g}%)"
-
-
-def frozen_base(lora: Lora | None, quantize: str) -> LowBitScheme | None:
-    """The scheme of a base that is stored in low bits; None: adapters have none, or there are no adapters. quantize:
-    --quantize. UserError where this does not go with the base."""
-    return None if lora is None or lora.base == "none" else base_scheme(lora.base, quantize)
 
 
 def trained_part(

@@ -21,11 +21,13 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.hf.readers.declared import DeclaredCodes
+from qtrain.models.hf.readers.kept import linears_without_codes, matrices_in_codes
 from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
-from qtrain.quant import LinearChoice
+from qtrain.quant import LinearChoice, LowBitScheme, Scheme
 from qtrain.quant.swap import SharedWeight, find_linears
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -48,6 +50,8 @@ class LanguageArchitecture(Architecture):
     parts: ModelParallel | None = None
     expert_rows: str | None = None
     """The plan's line on the rows of --ep."""
+    declared: DeclaredCodes | None = None
+    """The matrices of the weights to be loaded that are codes."""
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
@@ -72,7 +76,9 @@ class LanguageArchitecture(Architecture):
                 every_routing=reserves_every_routing(settings),
             )
         rows = describe_rows(config.moe, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
-        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows)
+        loads = config is not None and settings.pretrained and source.has_weights
+        declared = source.declared_codes() if loads else None
+        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows, declared)
 
     @property
     def rank_config(self) -> ModelConfig | None:
@@ -150,8 +156,24 @@ class LanguageArchitecture(Architecture):
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
 
+    def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
+        keeps = isinstance(scheme, LowBitScheme) and scheme.keeps_codes
+        return linears_without_codes(self.declared, self.empty) if keeps else {}
+
+    def _describe_codes(self, linears: Sequence[LinearChoice]) -> str:
+        """The plan's line on a checkpoint in codes."""
+        count = matrices_in_codes(self.declared, self.empty)
+        kept = sum(linear.scheme is not None and linear.scheme.keeps_codes for linear in linears)
+        what = (
+            f"the frozen base of {kept:,} linears keeps them as they are"
+            if kept
+            else "training starts from their values, dequantized"
+        )
+        return f"weights {count:,} matrices of --model are codes ({self.declared.description}): {what}"
+
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
-        notes = [] if self.parts is None else self.parts.notes(linears)
+        notes = [] if self.declared is None else [self._describe_codes(linears)]
+        notes += [] if self.parts is None else self.parts.notes(linears)
         notes += [self.expert_rows] if self.expert_rows else []
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)

@@ -29,8 +29,9 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.quant import LinearChoice
-from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding, frozen_base
+from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding
 from qtrain.train.assembly.exports import whose_weights
+from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard
 from qtrain.train.assembly.prepare import Prepared, prepare
@@ -117,11 +118,12 @@ class Measured:
 
     @property
     def _impl(self) -> str:
-        """qtrain's own decoder, unless transformers alone knows the model."""
+        """qtrain's own decoder, unless transformers alone knows the model, or the format of its codes."""
         if self.settings is not None:
             return self.settings.model_impl
         try:
             self.source.model_config()
+            self.source.declared_codes()
         except UserError:
             return "hf"
         return "native"
@@ -160,7 +162,7 @@ class Measured:
         dtype = read_meta(self.checkpoint).get("dtype", self.settings.dtype)
         settings = dataclasses.replace(self.settings, device=device.type, dtype=dtype)
         lora = None if self.trained.get("lora") is None else as_lora(self.trained["lora"])
-        checked = check_settings(settings, self.trained["script"], frozen_base(lora, settings.quantize))
+        checked = check_settings(settings, self.trained["script"], frozen_base(lora, settings))
         checked = dataclasses.replace(checked, folder=RunFolder(self.checkpoint.parent.parent, self.checkpoint))
         return prepare(checked, LanguageArchitecture.of(settings, checked.mesh), ()), lora
 

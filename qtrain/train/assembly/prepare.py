@@ -55,7 +55,8 @@ def prepare(
     checked, auto_lines = resolve_auto_scheme(
         checked, model, head, checked.geometry.micro_batch_size * architecture.rows
     )
-    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
+    left = architecture.left_linears(checked.scheme)
+    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device, left=left)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     hardware = planned_hardware(checked.settings, checked.device)
     planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
@@ -117,7 +118,8 @@ def fit_memory(
     if settings.fit == "off" or starts_ranks:
         return checked
     model = architecture.empty
-    linears = plan_linears(model, checked.scheme, settings, head=architecture.head(model), device=checked.device)
+    head, left = architecture.head(model), architecture.left_linears(checked.scheme)
+    linears = plan_linears(model, checked.scheme, settings, head=head, device=checked.device, left=left)
     hardware = planned_hardware(settings, checked.device)
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))

@@ -18,15 +18,23 @@ from qtrain.core.checks import check_fields
 from qtrain.core.errors import UserError
 from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
 from qtrain.quant.schemes.auto import Auto, PerShape, choose_per_shape, linear_shapes
+from qtrain.quant.swap import NO_NAMES
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import read_meta
 
 
 def plan_linears(
-    model: nn.Module, scheme: Scheme, settings: TrainSettings, *, head: nn.Module | None, device: torch.device
+    model: nn.Module,
+    scheme: Scheme,
+    settings: TrainSettings,
+    *,
+    head: nn.Module | None,
+    device: torch.device,
+    left: Mapping[str, str] = NO_NAMES,
 ) -> list[LinearChoice]:
-    """What `quantize_linears` will do to every linear of `model` (on the meta device) where it trains on `device`."""
+    """What `quantize_linears` will do to every linear of `model` (on the meta device) where it trains on `device`.
+    left: those that stay in high precision, by name, with the reason."""
     return choose_linears(
         model,
         scheme,
@@ -34,6 +42,7 @@ def plan_linears(
         head=head,
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
+        left=left,
     )
 
 
@@ -43,7 +52,7 @@ def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: st
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
     # A scheme with a name is that of a frozen base; --quantize's has none.
-    flag, fix = ("--lora.base", '"base":"none"') if scheme.name else ("--quantize", "--quantize bf16")
+    flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else ("--quantize", "--quantize bf16")
     raise UserError(
         f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} linears: "
         f"{_reasons(linears) or 'it has none'}. Change that, or train in high precision with {fix}."

@@ -332,7 +332,7 @@ RUN_EXCLUSIONS = (
         "'{quantize}' does not go with DoRA, which needs the norms of the multiplied weights",
         '; leave it out, or give --lora a "base"'),
     Exclusion("--quantize_kwargs", "--lora base",
-        lambda o: o.lora and o.lora.base != "none" and o.settings.quantize_kwargs,
+        lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
     Exclusion("--lora.merge", "--no_pretrained",
         lambda o: o.lora and o.lora.merge == "original" and not o.settings.pretrained,

@@ -69,7 +69,6 @@ BAD = {
     "experts": ({"num_experts": 8}, ["num_experts", "--model_impl hf"]),
     "activation": ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "--model_impl hf"]),
     "dropout": ({"attention_dropout": 0.1}, ["attention_dropout", "--model_impl hf"]),
-    "quantized weights": ({"quantization_config": {"bits": 4}}, ["quantization_config", "--model_impl hf"]),
     "unknown rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "--model_impl hf"]),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "'factor'"]),
     "rope not an object": ({"rope_scaling": 3}, ["rope_parameters", "3"]),
