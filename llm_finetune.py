@@ -44,7 +44,8 @@ class FinetuneSettings(LanguageSettings):
     names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
     the frozen weights: none, as --model has them, in its codes if it is quantized; dense, in the model's dtype; nf4,
     int8, fp8), adapter (folder of one to continue), merge (the weights that the export adds adapters to: trained, as
-    frozen in base, or original, those of --model). {}: the defaults."""
+    frozen in base, or original, those of --model), merge_format (an export format: adapters train through the
+    rounding of the merged weights that it will make). {}: the defaults."""
 
 
 def main(argv: list[str]) -> None:
@@ -59,6 +60,7 @@ def train(settings: FinetuneSettings) -> None:
         AdaptedOriginal,
         add_lora,
         as_lora,
+        check_merge_format,
         load_adapter,
         merge_lora,
         save_adapter,
@@ -88,6 +90,8 @@ def train(settings: FinetuneSettings) -> None:
     checked = check_settings(settings, SCRIPT, frozen_base(lora, settings))
     check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
+    if lora is not None:
+        check_merge_format(architecture.empty, lora)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)

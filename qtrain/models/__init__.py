@@ -1,7 +1,7 @@
 """Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
 from qtrain.models.adapters.adapted_original import AdaptedOriginal
-from qtrain.models.adapters.lora import Lora, add_lora, merge_lora
+from qtrain.models.adapters.lora import Lora, add_lora, check_merge_format, merge_lora
 from qtrain.models.adapters.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.build import build_model, empty_model
 from qtrain.models.config.model import ModelConfig
@@ -54,6 +54,7 @@ __all__ = [
     "build_vision_model",
     "check_export_folder",
     "check_exports",
+    "check_merge_format",
     "check_vision_model",
     "compile_layers",
     "compile_vision",

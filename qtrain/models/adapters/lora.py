@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.models.config.hf_layout import Projection, layout
+from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
 from qtrain.models.hf.initial_values import named_generator
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
@@ -33,6 +34,8 @@ from qtrain.models.native.moe import Experts
 from qtrain.quant.adapted_linear import adapted_linear
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.merged_linear import Adapter, Merge, MergedLinear, merged_linear
+from qtrain.tensors.quantized_tensor import OperandFormat
 
 ALL = "all-linear"
 
@@ -43,7 +46,8 @@ class Lora:
     for those of every linear but the head and routed experts. adapter: a folder to continue from, whose r, alpha,
     targets, rslora and dora then apply. base: the format of the frozen weights; none: as the model has them, in its
     codes if it is quantized; dense: the model's dtype. merge: the weights that the exported model adds the adapters to,
-    those trained on or the source's own."""
+    those trained on or the source's own. merge_format: the export format whose rounding of the merged weights adapters
+    train through; None: they train on the base as it is."""
 
     r: Annotated[int, Range(1, 65_536)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
@@ -53,6 +57,7 @@ class Lora:
     dora: bool = False
     base: Literal["none", "dense", "nf4", "int8", "fp8"] = "none"
     merge: Literal["trained", "original"] = "trained"
+    merge_format: str | None = None
     adapter: str | None = None
 
     @property
@@ -81,6 +86,8 @@ class LoraLinear(nn.Module):
         like = {"dtype": torch.float32, "device": base.weight.device}
         self.lora_a = nn.ParameterList(nn.Parameter(torch.empty(lora.r, base.in_features, **like)) for _ in adapted)
         self.lora_b = nn.ParameterList(nn.Parameter(torch.zeros(p.stop - p.start, lora.r, **like)) for p in adapted)
+        self.merge_format = None if lora.merge_format is None else merge_format(lora.merge_format).weight
+        """The format of the merged weight that forward multiplies; None: it multiplies the base."""
         self.magnitude: nn.ParameterList | None = None
         if lora.dora:
             with torch.no_grad():
@@ -99,6 +106,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, drops = self._a().to(x.dtype), self._b().to(x.dtype), self.dropout and self.training
+        if self.merge_format is not None:
+            return merged_linear(x, a, b, self.bias, self._merge(self.merge_format))
         if isinstance(self.base, LowBitLinear) and not drops:
             y = adapted_linear(self.base, x, a, b)
         else:
@@ -110,6 +119,11 @@ class LoraLinear(nn.Module):
         gain = self._over_rows(gains, 1.0).to(y.dtype)  # [N]
         # y has the bias in it, which is not scaled: gain · (y - bias) + bias.
         return gain * y if self.bias is None else gain * y + (1 - gain) * self.bias
+
+    def _merge(self, fmt: OperandFormat) -> Merge:
+        pairs = zip(self.adapted, self.lora_a, self.lora_b, strict=True)
+        adapters = tuple(Adapter(p.start, p.stop, a.detach(), b.detach()) for p, a, b in pairs)
+        return Merge(self.weight.detach(), adapters, self.scale, fmt)
 
     def _a(self) -> Tensor:
         """All A, concatenated: [P·r, K]."""
@@ -161,10 +175,39 @@ class LoraLinear(nn.Module):
             rows = slice(projection.start, projection.stop)
             weight[rows] = self.add_adapter(i, weight[rows])
         with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+            linear = MergedLinear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.trained = self.merge_format
         linear.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
         linear.bias = self.bias
         return linear
+
+
+def merge_format(name: str, flag: str = "--lora") -> ExportFormat:
+    """The export format that `merge_format` names. UserError for another, and for one that holds no merged weights."""
+    formats = {known: EXPORT_FORMATS.make(known, {}, flag) for known in EXPORT_FORMATS.names()}
+    allowed = {
+        known: fmt for known, fmt in formats.items()
+        if isinstance(fmt, SafetensorsFormat) and fmt.weight.fmt != "ternary"
+    }  # fmt: skip
+    if name not in allowed:
+        raise unknown_name(f"{flag}.merge_format", "format", name, allowed)
+    return allowed[name]
+
+
+def check_merge_format(model: nn.Module, lora: Lora, flag: str = "--lora") -> None:
+    """UserError for a linear of `model`, which may be on the meta device, whose merged weight `merge_format` cannot
+    hold."""
+    if lora.merge_format is None:
+        return
+    fmt = merge_format(lora.merge_format, flag)
+    for name, found in projections(model).items():
+        for projection in found:
+            why = fmt.refusal(projection.stop - projection.start, model.get_submodule(name).in_features)
+            if why and (projection.word in lora.names or ALL in lora.names):
+                raise UserError(
+                    f"{flag}.merge_format: {lora.merge_format!r} cannot hold {projection.hf_name}: {why}; name another "
+                    "format, or other targets."
+                )
 
 
 def projections(model: nn.Module) -> dict[str, list[Projection]]:
