@@ -24,11 +24,11 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.arguments import LinearArguments
+from qtrain.quant.choices import LinearChoice
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.swap import LinearChoice
 from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 

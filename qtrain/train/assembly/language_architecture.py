@@ -26,7 +26,8 @@ from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
 from qtrain.quant import LinearChoice
-from qtrain.quant.swap import SharedWeight, find_linears
+from qtrain.quant.choices import find_linears
+from qtrain.quant.quantized_model import SharedWeight
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run

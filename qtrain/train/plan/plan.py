@@ -205,7 +205,8 @@ def make_plan(
     settings, geometry = checked.settings, checked.geometry
     shared = {
         "model": settings.model,
-        "scheme": getattr(checked.scheme, "name", "") or settings.quantize,
+        "scheme": (getattr(checked.scheme.root, "name", "") or settings.quantize)
+        + ", some by --quantize_overrides" * bool(settings.quantize_overrides),
         "geometry": geometry,
         "n_steps": settings.n_steps,
         "tokens_per_step": settings.batch_size * per_sample,
