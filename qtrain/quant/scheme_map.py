@@ -72,10 +72,11 @@ def spec_of(scheme: Scheme | None) -> Spec:
     if scheme is None:
         return "bf16"
     name = getattr(scheme, "name", "") or SCHEMES.name_of(scheme)
+    default = type(scheme)()  # which knows what None stands for
     options = {
         field.name: list(value) if isinstance(value, tuple) else value
         for field in dataclasses.fields(scheme)
-        if (value := getattr(scheme, field.name)) != field.default
+        if (value := getattr(scheme, field.name)) != getattr(default, field.name)
     }
     return {"scheme": name, **options} if options else name
 
