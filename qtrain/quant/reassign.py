@@ -19,6 +19,7 @@ from torch import nn
 
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.quant.choices import LinearChoice, decide, reason_to_leave, shared_weights
+from qtrain.quant.compiled_layers import allow_kinds
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel
@@ -76,6 +77,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
         if after[name].weight.requires_grad and any(after[name].scheme.rounds("w")):
             after[name].refresh()
     quantized.assignments += 1
+    allow_kinds(len(changed))  # at most so many layers are of a new kind
     for spec in dict.fromkeys(spec_text(choice.spec) for choice in changed.values()):
         names = [name for name, choice in changed.items() if spec_text(choice.spec) == spec]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""

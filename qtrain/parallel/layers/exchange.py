@@ -188,8 +188,9 @@ def describe_inputs(linears: Sequence[LinearChoice]) -> str:
 def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -> str:
     """The plan's line on what ranks send each other for their experts."""
     inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
-    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
+    codes = sum(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
     how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
+    how += f" in {codes} of {len(inputs)} layers" * (0 < codes < len(inputs))
     return (
         f"experts {experts // ranks} of {experts} on each process; tokens are gathered "
         f"{how}, sums and gradients travel in the model's dtype"

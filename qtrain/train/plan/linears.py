@@ -95,7 +95,8 @@ def check_overrides(linears: Sequence[LinearChoice], scheme: Scheme) -> None:
         if not any(matches(pattern, linear.name) for linear in linears):
             fused = "; q, k and v are one linear here, qkv, as gate and up are, gate_up"
             fix = f"Globs are matched with whole names{fused * any(n.name.endswith('.qkv') for n in linears)}."
-            raise unknown_name(FLAG, "linear", pattern, [linear.name for linear in linears], fix)
+            names = {name for linear in linears for name in (linear.name, f"*.{linear.name.rpartition('.')[2]}")}
+            raise unknown_name(FLAG, "linear", pattern, names, fix)
         decided = [linear for linear in linears if scheme.deciding(linear.name) == (pattern, own)]
         if decided and not own.leaves_all and not any(linear.scheme for linear in decided):
             raise UserError(

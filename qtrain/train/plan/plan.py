@@ -18,6 +18,7 @@ from qtrain.train.plan.linears import shares
 from qtrain.train.plan.step_time import (
     compute_seconds,
     emulated_arithmetics,
+    low_bit_share,
     measured_sol,
     offload_seconds,
     shortest_seconds,
@@ -224,7 +225,10 @@ def make_plan(
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
     peak, world = figures.memory_on(checked.mesh, checked.reshards), None
     samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
-    low_bit = any(linear.scheme for linear in linears)
+    low_bit = float(any(linear.scheme for linear in linears))
+    if settings.quantize_overrides and low_bit:
+        plain = shortest_seconds(figures.flops, {}, hardware, checked.dtype, frozen=figures.frozen)
+        low_bit = low_bit_share(by_kind["blocks"], seconds, plain)
     sol = settings.sol or measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)[0]
     if settings.world_size is not None:
         work = Work(parameters, seconds, samples, unit, low_bit, figures.moe, figures.again)
