@@ -131,6 +131,8 @@ def test_a_run_says_who_runs_in_which_scheme_and_resumes(model):
     log = (run / "train.log").read_text()
     owner = "layers.mlp.experts.gate_up 4 of" if model == "experts.json" else "layers.mlp.gate_up"
     assert f"x {owner}" in log and "linears in int8, some by --quantize_overrides" in log
+    if model == "tiny.json":
+        assert "note    1 of 2 MLPs have one linear in low bits and one in high precision" in log
     first, *others = [r for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
     assert first["schemes"]["fp8_rowwise"] == (1 if model == "tiny.json" else 2)
     assert not any("schemes" in record for record in others)
