@@ -29,7 +29,7 @@ CASES: dict[str, int] = {
     "tests/train/plan/test_world_bytes.py::test_the_planned_bytes_are_those_that_ranks_send": 2,
     "tests/train/plan/test_world_bytes.py::test_the_planned_bytes_between_machines_are_those_that_ranks_send": 1,
     "tests/train/plan/test_world_bytes.py::test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send": 1,
-    "tests/train/plan/test_planned_bytes.py::test_planned_bytes_are_those_of_the_tensors": 8,
+    "tests/train/plan/test_planned_bytes.py::test_planned_bytes_are_those_of_the_tensors": 10,
     "tests/train/plan/test_planned_bytes.py::test_planned_bytes_of_a_rank_of_two": 2,
     "tests/train/plan/test_planned_bytes.py::test_planned_bytes_of_frozen_layers_on_a_rank_of_two": 1,
     "tests/train/plan/test_planned_bytes.py::test_planned_bytes_of_divided_experts_in_fully_sharded_layers": 1,
@@ -103,5 +103,9 @@ CASES: dict[str, int] = {
     "tests/tensors/test_stored_weight.py::test_small_updates_survive_on_average_with_a_key_only": 0,
     "tests/kernels/swiglu/test_quantize.py::test_a_given_scale_in_the_interpreter": 0,
     "tests/models/cost/test_memory.py::test_compiled_layers_keep_what_the_table_says": 0,
+    "tests/quant/test_reassign.py::test_a_compiled_model_follows": 0,
+    "tests/train/test_override_runs.py::test_a_mistake_is_one_message": 3,
+    "tests/train/test_override_runs.py::test_a_run_says_who_runs_in_which_scheme_and_resumes": 1,
+    "tests/train/plan/test_plan.py::test_a_plan_of_layers_that_differ_is_the_sum_over_layers": 2,
 }
 """Test function -> cases that always run."""

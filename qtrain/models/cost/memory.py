@@ -205,20 +205,23 @@ def estimate_memory(
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
     def tensors(kind: LayerKind, kinds: Kinds) -> dict[str, float]:
-        saved = saved_per_token(config, kinds, step.compiled, step.element, low_bit, kind.rows)
+        saved = saved_per_token(config, kinds, step.compiled, step.element, kind.low_bit, kind.rows)
         return trained.kept(saved, step.element, kind.rows, kinds)
 
     def kept(kind: LayerKind, kinds: Kinds) -> float:
         return sum(tensors(kind, kinds).values())
 
-    kinds = layer_kinds(config, step.tokens)
-    saved = {kind: kept(kind, step.recompute) for kind in kinds}
-    # Bytes per token that come back while a layer is computed again.
-    recomputed = max(0.0, *(kept(kind, frozenset()) - saved[kind] for kind in kinds))
-    in_mlp = 0.0
-    if step.mlp_chunks:
-        of_mlp = mlp_tensors(config, step.compiled, step.element, low_bit)
-        in_mlp = sum(size for name, size in tensors(kinds[0], frozenset()).items() if name in of_mlp)
+    kinds = layer_kinds(config, step.tokens, low_bit)
+    saved = [kept(kind, step.recompute) for kind in kinds]
+
+    def in_backward(kind: LayerKind, own: float) -> float:
+        # Bytes per token that come back while a layer is computed again.
+        recomputed, in_mlp = max(0.0, kept(kind, frozenset()) - own), 0.0
+        if step.mlp_chunks:
+            of_mlp = mlp_tensors(config, step.compiled, step.element, kind.low_bit)
+            in_mlp = sum(size for name, size in tensors(kind, frozenset()).items() if name in of_mlp)
+        return _backward_bytes(config, step, kind.low_bit, trained, recomputed, in_mlp)
+
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
@@ -228,7 +231,7 @@ def estimate_memory(
     built = weights - trained.added_bytes(step.element)
     build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
     loss = _loss_bytes(config, step, low_bit, trained)
-    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed, in_mlp)
+    in_layer, in_head = max(map(in_backward, kinds, saved)), _head_backward_bytes(config, step, low_bit, trained)
     head_bytes = step.element * _head_elements(config, trained)
     if reshards:
         full = full_shard_memory(
@@ -268,13 +271,14 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
-        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - residuals,
+        activations=round(step.tokens * sum(kind.count * own for kind, own in zip(kinds, saved, strict=True)))
+        - residuals,
         loss=round(loss),
         backward=round(backward),
         at_end=round(at_end),
         workspace=CUDA_WORKSPACE,
         held=held,
-        one_layer=round(step.tokens * max(saved.values())),
+        one_layer=round(step.tokens * max(saved)),
         build=build,
         at_step=at_step,
         step=round(step_bytes * share.states + master_bytes),
@@ -295,7 +299,7 @@ def _build_bytes(
         stays = linear.weight == element and not (sharded and linear.codes_only)
         return max(drawn - linear.codes, 0) if stays else element + 4
 
-    sizes = [n.weights * besides(low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    sizes = [weights * besides(linear) for _, _, weights, linear in low_bit.linears(config)]
     count = count_parameters(config)
     outside = element * (count.total - count.linear)
     if low_bit.head is not None and not config.tie_word_embeddings:
@@ -306,7 +310,7 @@ def _build_bytes(
 
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
-    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    linears = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config)]
     # Against a plain linear: its weight may be smaller, and there are codes beside it.
     added = sum(size * (linear.weight - element + linear.codes) for size, linear in linears)
     if low_bit.head is not None:
@@ -323,7 +327,7 @@ def _master_bytes(
     master on one rank."""
     if share == 1:
         return 0
-    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    linears = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config)]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
@@ -361,11 +365,11 @@ def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
 
 def _backward_bytes(
     config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float, of_mlp: float
-) -> tuple[float, float]:
-    """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
+) -> float:
+    """Of a layer, without the head's gradient. low_bit: of this layer. recomputed: bytes per token of its own tensors
     that backward computes again; of_mlp: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
-    element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
+    element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
     # gate_up and of its activation, once down's input, as large as the latter, is freed; or attention's in fp32, with
     # keys and values expanded to all query heads, once all that the MLP kept is freed.
@@ -393,9 +397,13 @@ def _backward_bytes(
         if not rows:
             in_attention -= (inner + c) * element + 2 * inner * of_gate_up
         in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
-    in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
-    in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
-    return in_layer, in_head
+    return in_layer + max(weights * linear.temporary for _, _, weights, linear in low_bit.linears(config))
+
+
+def _head_backward_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    element, head = step.element, _head_elements(config, trained)
+    of_hidden = step.tokens * config.hidden_size * (2 * element + 4)
+    return of_hidden + head * (_head_gradient_element(step, low_bit) + element)
 
 
 def _largest_partition(config: ModelConfig) -> int:

@@ -27,7 +27,7 @@ from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_code
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
 from qtrain.quant import QuantizedModel
-from qtrain.quant.swap import shared_weights
+from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
 
@@ -142,6 +142,8 @@ class DataParallel:
             reduce=lambda unit: self.after_unit(unit),
         )
         self._full_shard = self._weights.full_shard
+        if units or any(s.master is not s.parameter for s in self.parameters):
+            quantized.fixed = "weights, or codes of them, are gathered from the ranks' masters or from host memory"
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 

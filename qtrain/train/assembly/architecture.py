@@ -13,7 +13,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.quant import LinearChoice
-from qtrain.quant.swap import SharedWeight
+from qtrain.quant.quantized_model import SharedWeight
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings

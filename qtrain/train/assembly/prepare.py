@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import nn
+
 from qtrain.comm.ranks import from_rank_0, launched_world
 from qtrain.core.hardware import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
@@ -18,7 +20,14 @@ from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.fit import advice, fit, flags_within
-from qtrain.train.plan.linears import plan_linears, refuse_no_swap, resolve_auto_scheme, warn_high_precision
+from qtrain.train.plan.linears import (
+    check_overrides,
+    plan_linears,
+    refuse_no_swap,
+    resolve_auto_scheme,
+    resumed_map,
+    warn_high_precision,
+)
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
@@ -55,8 +64,7 @@ def prepare(
     checked, auto_lines = resolve_auto_scheme(
         checked, model, head, checked.geometry.micro_batch_size * architecture.rows
     )
-    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
-    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+    checked, linears = _resolved(checked, model, head)
     hardware = planned_hardware(checked.settings, checked.device)
     planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
     checked, plan = planned(checked)
@@ -80,6 +88,20 @@ def prepare(
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
+
+
+def _resolved(
+    checked: CheckedSettings, model: nn.Module, head: nn.Module | None
+) -> tuple[CheckedSettings, list[LinearChoice]]:
+    """The map of schemes in force, that of a checkpoint included, and what it does to each linear. UserError for one
+    that asks for what no linear can do."""
+    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
+    check_overrides(linears, checked.scheme)
+    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+    resumed = resumed_map(checked, linears)
+    if resumed is not checked:
+        linears = plan_linears(model, resumed.scheme, resumed.settings, head=head, device=resumed.device)
+    return resumed, linears
 
 
 class _Planned(NamedTuple):
@@ -117,13 +139,14 @@ def fit_memory(
     if settings.fit == "off" or starts_ranks:
         return checked
     model = architecture.empty
-    linears = plan_linears(model, checked.scheme, settings, head=architecture.head(model), device=checked.device)
+    asked = checked.scheme
+    checked, linears = _resolved(checked, model, architecture.head(model))
     hardware = planned_hardware(settings, checked.device)
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
     planned = functools.partial(_planned, architecture, linears, hardware, (), trained)
     checked, lines = fit(checked, lambda changed: planned(changed).plan)
-    return dataclasses.replace(checked, notes=(*lines, *checked.notes))
+    return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 
 
 def _rounds_experts(linears: Sequence[LinearChoice]) -> bool:

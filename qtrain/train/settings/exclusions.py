@@ -21,6 +21,7 @@ from qtrain.models import Lora, as_lora
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.scheme_map import SchemeMap, with_overrides
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
@@ -42,7 +43,7 @@ class Options:
     settings: TrainSettings
     script: str = ""
     base_scheme: Scheme | None = None
-    """The scheme in place of --quantize's: that of a frozen base."""
+    """The scheme in place of --quantize's: that of a frozen base; a map has --quantize_overrides already."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -59,7 +60,10 @@ class Options:
     @cached_property
     def scheme(self) -> Scheme:
         settings = self.settings
-        return self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        if isinstance(self.base_scheme, SchemeMap):
+            return self.base_scheme
+        default = self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        return with_overrides(settings.quantize_overrides, default)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -152,13 +156,24 @@ def _with(name: str, also: Callable[[Options], Any]) -> Callable[[Options], bool
 
 
 def _all_bf16(o: Options) -> bool:
-    scheme = o.scheme
+    scheme = o.scheme.root
     plain = isinstance(scheme, LowBitScheme) and scheme.stored_format is None and not scheme.latent
     return plain and set(scheme.gemm_dtypes().values()) == {"bf16"}
 
 
 def _stored(o: Options) -> bool:
-    return isinstance(o.scheme, LowBitScheme) and o.scheme.stored_format is not None
+    return any(isinstance(part, LowBitScheme) and part.stored_format is not None for part in o.scheme.parts())
+
+
+def _arithmetics(o: Options) -> set[str]:
+    """Of the GEMMs of all linears."""
+    return {name for part in o.scheme.parts() if isinstance(part, LowBitScheme) for name in part.gemm_dtypes().values()}
+
+
+def _quantizes_by_name(o: Options) -> bool:
+    """Whether --quantize_overrides quantizes linears whose weights stay in high precision."""
+    schemes = [scheme for _, scheme in o.scheme.rules] if isinstance(o.scheme, SchemeMap) else []
+    return any(isinstance(scheme, LowBitScheme) and scheme.stored_format is None for scheme in schemes)
 
 
 def _timm(o: Options) -> bool:
@@ -225,7 +240,7 @@ PLAN_EXCLUSIONS = (
 # fmt: off
 RUN_EXCLUSIONS = (
     # ---- plans ----
-    Exclusion("--gpu", "--quantize auto", lambda o: o.settings.gpu is not None and isinstance(o.scheme, Auto),
+    Exclusion("--gpu", "--quantize auto", lambda o: o.settings.gpu is not None and isinstance(o.scheme.root, Auto),
         "--quantize auto times the GPU that is here", "; name a scheme instead"),
     Exclusion("--world_size", "--reshard_after_forward always (timm)",
         lambda o: _timm(o) and o.settings.world_size is not None and o.settings.reshard_after_forward == "always",
@@ -233,7 +248,7 @@ RUN_EXCLUSIONS = (
     # ---- memory ----
     Exclusion("--memory_limit", "a CPU", lambda o: o.has("memory_limit") and o.device.type == "cpu",
         "it limits a GPU's memory, and this run is on the CPU", "; leave it out, or plan for a GPU with --gpu"),
-    Exclusion("--fit", "--quantize auto", lambda o: o.get("fit") == "auto" and isinstance(o.scheme, Auto),
+    Exclusion("--fit", "--quantize auto", lambda o: o.get("fit") == "auto" and isinstance(o.scheme.root, Auto),
         "--quantize auto times micro-batches of a size that --fit auto is still to choose", "; name a scheme"),
     Exclusion("--fit", "--model_impl hf", lambda o: o.get("fit") == "auto" and _transformers(o),
         "the plan does not know the memory of transformers' own models", "; use --model_impl native"),
@@ -279,7 +294,7 @@ RUN_EXCLUSIONS = (
       for option, given in (("--offload", lambda o: o.settings.offload),
                             ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
     _note("--weight_codes", "--quantize without a second layout that follows from the first",
-        lambda o: o.has("weight_codes") and not isinstance(o.scheme, Auto) and not has_two_layouts(o.scheme),
+        lambda o: o.has("weight_codes") and not isinstance(o.scheme.root, Auto) and not has_two_layouts(o.scheme),
         "has no effect: no transposed codes of weights that follow from the others"),
     # ---- recomputation ----
     Exclusion("--recompute", "--activation_checkpointing",
@@ -321,6 +336,9 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize", "--lora dora", lambda o: o.lora and o.lora.dora and o.settings.quantize != "bf16",
         "'{quantize}' does not go with DoRA, which needs the norms of the multiplied weights",
         '; leave it out, or give --lora a "base"'),
+    Exclusion("--quantize_overrides", "--lora dora", lambda o: o.lora and o.lora.dora and _quantizes_by_name(o),
+        "low-bit schemes do not go with DoRA, which needs the norms of the multiplied weights",
+        "; take all but \"bf16\" and stored weights out"),
     Exclusion("--quantize_kwargs", "--lora base",
         lambda o: o.lora and o.lora.base != "none" and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
@@ -444,7 +462,7 @@ RUN_EXCLUSIONS = (
     Exclusion("--ep", "--optimizer_in_backward", _with("ep", lambda o: o.settings.optimizer_in_backward),
         "{ep}, but --optimizer_in_backward does not know experts that only some ranks hold", "; leave one of them out"),
     Exclusion("--ep", "--deterministic --quantize nvfp4",
-        _with("ep", lambda o: o.settings.deterministic and o.settings.quantize == "nvfp4"),
+        _with("ep", lambda o: o.settings.deterministic and "nvfp4" in _arithmetics(o)),
         "{ep}, but with --deterministic nvfp4 needs a scale of the tokens of all experts, which no rank has",
         "; leave one of them out"),
     Exclusion("--ep", "--optim of whole matrices", _with("ep", lambda o: not o.optimizer.takes_parts(hidden=True)),

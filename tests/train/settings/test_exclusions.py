@@ -156,6 +156,11 @@ CASES = {
     ("--lora.targets", "--model_impl hf"): (FINETUNE, {"lora": EXPERTS, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--lora.targets", "--lora dora"): (FINETUNE, {"lora": {**EXPERTS, "dora": True}}, {"lora": EXPERTS}),
     ("--quantize", "--lora dora"): (FINETUNE, {"lora": {"dora": True}, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--quantize_overrides", "--lora dora"): (
+        FINETUNE,
+        {"lora": {"dora": True}, "quantize_overrides": {"*": "bf16", "*.qkv": "int8"}},
+        {"quantize_overrides": {"*": "bf16", "*.qkv": "int8_weight"}},
+    ),
     ("--quantize_kwargs", "--lora base"): (
         FINETUNE,
         {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},
