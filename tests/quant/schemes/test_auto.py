@@ -84,10 +84,10 @@ def test_the_device_is_warm_before_the_first_timing(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(auto, "warm_up", lambda dtype, device: calls.append("warm up"))
     monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: calls.append(SCHEMES.name_of(scheme)) or 1.0)
-    choose({(32, 64): 1, (64, 32): 1}, candidates=["bf16", "int8"])
+    choose({(32, 64): ["a"], (64, 32): ["a"]}, candidates=["bf16", "int8"])
     assert calls == ["warm up", "bf16", "int8", "bf16", "int8"]
     calls.clear()
-    choose({(32, 64): 1}, candidates=["int8"], chosen={"32 -> 64": "int8"})
+    choose({(32, 64): ["a"]}, candidates=["int8"], chosen={"32 -> 64": "int8"})
     assert calls == []
 
 
