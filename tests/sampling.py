@@ -108,7 +108,7 @@ CASES: dict[str, int] = {
     "tests/commands/test_export_mistakes.py::test_before_exporting": 12,
     "tests/models/hf/test_quantized_export.py::test_bitnets_reader_computes_what_training_computes": 0,
     "tests/models/hf/test_gguf_export.py::test_transformers_reads_the_weights_that_training_multiplied": 4,
-    "tests/models/hf/test_quantized_export.py::test_the_table_says_what_exports_hold": 8,
+    "tests/models/hf/test_quantized_export.py::test_the_table_says_what_exports_hold": 10,
     "tests/models/hf/test_quantized_export.py::test_its_reader_gets_the_weights_that_training_multiplied": 6,
 }
 """Test function -> cases that always run."""
