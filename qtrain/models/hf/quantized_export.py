@@ -147,7 +147,11 @@ class WeightsInCodes:
         return trained_codes(linear) if isinstance(linear, LowBitLinear) else []
 
     def _why_new(self, trained: list[QuantizedTensor]) -> str:
-        return why_not_held(trained[0].format, self.fmt.weight) if trained else "trained in high precision"
+        if not trained:
+            return "trained in high precision"
+        why = why_not_held(trained[0].format, self.fmt.weight)
+        assert why is not None, "codes that the format holds were not taken"
+        return why
 
 
 def export_quantized(
