@@ -58,7 +58,6 @@ def train(settings: FinetuneSettings) -> None:
         AdaptedOriginal,
         add_lora,
         as_lora,
-        export_hf,
         load_adapter,
         merge_lora,
         save_adapter,
@@ -71,6 +70,7 @@ def train(settings: FinetuneSettings) -> None:
         frozen_base,
         trained_part,
     )
+    from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
@@ -95,6 +95,7 @@ def train(settings: FinetuneSettings) -> None:
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
+    check_run_exports(prepared)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
@@ -146,16 +147,13 @@ def train(settings: FinetuneSettings) -> None:
             if whole is not None and settings.export:
                 if original is None:
                     merge_lora(model)
-                export_hf(
-                    original or whole,
-                    architecture.source,
-                    folder / "hf",
-                    text.exported_tokenizer,
-                    trained_positions=settings.seq_len,
-                )
-                log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
+                for line in write_exports(prepared, run, original or whole, text.exported_tokenizer):
+                    log.info("%s", line)
         if settings.lm_eval and rank() == 0:
             training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
+        if settings.push_to_hub and rank() == 0:
+            for line in push_exports({name: folder / name for name in settings.export_format}, settings.push_to_hub):
+                log.info("%s", line)
 
 
 def command() -> None:

@@ -39,7 +39,6 @@ def train(settings: PretrainSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
     from qtrain.comm.ranks import rank
-    from qtrain.models import export_hf
     from qtrain.train.assembly.assemble import (
         assemble,
         build_quantized,
@@ -47,6 +46,7 @@ def train(settings: PretrainSettings) -> None:
         freeze_embedding,
         trained_part,
     )
+    from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
@@ -70,6 +70,7 @@ def train(settings: PretrainSettings) -> None:
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
+    check_run_exports(prepared)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
@@ -104,16 +105,15 @@ def train(settings: PretrainSettings) -> None:
         if settings.export:
             with export_weights(run) as whole:
                 if whole is not None:
-                    export_hf(
-                        whole,
-                        architecture.source,
-                        folder / "hf",
-                        text.exported_tokenizer,
-                        trained_positions=settings.seq_len,
-                    )
-            log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
+                    for line in write_exports(prepared, run, whole, text.exported_tokenizer):
+                        log.info("%s", line)
             if settings.lm_eval and rank() == 0:
                 training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
+            if settings.push_to_hub and rank() == 0:
+                for line in push_exports(
+                    {name: folder / name for name in settings.export_format}, settings.push_to_hub
+                ):
+                    log.info("%s", line)
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             other += " --quantize_overrides {}" if settings.quantize_overrides else ""

@@ -107,5 +107,12 @@ CASES: dict[str, int] = {
     "tests/train/test_override_runs.py::test_a_mistake_is_one_message": 3,
     "tests/train/test_override_runs.py::test_a_run_says_who_runs_in_which_scheme_and_resumes": 1,
     "tests/train/plan/test_plan.py::test_a_plan_of_layers_that_differ_is_the_sum_over_layers": 2,
+    "tests/commands/test_export.py::test_a_run_and_its_checkpoint_export_the_same_codes": 2,
+    "tests/commands/test_export_mistakes.py::test_before_training": 12,
+    "tests/commands/test_export_mistakes.py::test_before_exporting": 12,
+    "tests/models/hf/test_quantized_export.py::test_bitnets_reader_computes_what_training_computes": 0,
+    "tests/models/hf/test_gguf_export.py::test_transformers_reads_the_weights_that_training_multiplied": 4,
+    "tests/models/hf/test_quantized_export.py::test_the_table_says_what_exports_hold": 10,
+    "tests/models/hf/test_quantized_export.py::test_its_reader_gets_the_weights_that_training_multiplied": 6,
 }
 """Test function -> cases that always run."""

@@ -11,6 +11,8 @@ from torch.distributed.run import get_args_parser
 
 import llm_pretrain
 from qtrain.core.config import parse
+from qtrain.models import EXPORT_FORMATS
+from qtrain.models.hf.formats.table import exports_table
 from qtrain.train.plan.checked_settings import check_settings
 from tests.data.corpora import write_raw
 from tests.system import ROOT, call
@@ -81,3 +83,10 @@ def test_the_table_is_what_its_command_prints(command, table, tmp_path, monkeypa
 
 def test_the_document_has_such_commands():
     assert len(PLANS) == 2 and len(LAUNCHED) == 3 and len(OF_SCRIPT) == 7
+
+
+def test_the_table_of_exports_is_that_of_the_declarations():
+    text = (ROOT / "docs/export.md").read_text()
+    assert text[text.index("| scheme |") :] == exports_table()
+    named = set(re.findall(r"`(\w+)`", text[text.index("## Formats") : text.index("## What is equal")]))
+    assert set(EXPORT_FORMATS.names()) <= named

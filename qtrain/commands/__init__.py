@@ -1,4 +1,7 @@
 """What `python -m qtrain NAME` runs: a module each, with a `main(argv)`."""
 
-COMMANDS = {"evaluate": "measure a run, a checkpoint, an exported folder or a model of the hub"}
+COMMANDS = {
+    "evaluate": "measure a run, a checkpoint, an exported folder or a model of the hub",
+    "export": "write one of these in low bits, with the codes that training multiplied with",
+}
 """Name -> what it does."""

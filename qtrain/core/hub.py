@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-from qtrain.core.errors import NotHere, UserError, first_line
+from qtrain.core.errors import NotHere, TrainingStopped, UserError, first_line
 
 TIMEOUT = "QTRAIN_HUB_TIMEOUT"
 """Environment variable: seconds to wait for the hub's first answer, 10 by default, and for each request after it."""
@@ -123,6 +123,39 @@ def hub_file(repo_id: str, filename: str, flag: str, fix: str, repo_type: str = 
 
     with reaching_hub(flag, f"{filename} of {repo_id!r}", fix):
         return Path(hf_hub_download(repo_id, filename, repo_type=repo_type))
+
+
+def check_push(repo_id: str, flag: str) -> None:
+    """UserError for a repository that nothing could be uploaded to: a name that is none, no login, no hub."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise UserError(f"{flag}: {repo_id!r} is no name of a repository; write OWNER/NAME.") from None
+    if get_token() is None:
+        raise UserError(f"{flag}: there is no login for the hub; log in with: hf auth login (or set HF_TOKEN).")
+    if not hub_reachable():
+        raise UserError(f"{flag}: the Hugging Face hub could not be reached; leave {flag} out, and upload later.")
+
+
+def push_folder(folder: Path, repo_id: str, flag: str) -> str:
+    """Upload a folder to the repository, which is made, private, if it is not there. Returns its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        made = api.create_repo(repo_id, private=True, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Upload an export of qtrain")
+    except (HfHubHTTPError, OSError) as error:
+        raise TrainingStopped(
+            f"{flag}: {folder} could not be uploaded to {repo_id}: {first_line(error)}. It is written; upload it with: "
+            f"hf upload {repo_id} {folder}"
+        ) from None
+    return str(made)
 
 
 HUB_DATASETS = "hf://datasets/"

@@ -9,7 +9,11 @@ from qtrain.models.cost.vision import VisionCost, vision_cost
 from qtrain.models.execution import apply_recompute, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.greedy_decode import answer, rows_at_once
+from qtrain.models.hf.exports import check_export_folder, check_exports, export_as, left_by_training, read_formats
+from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
+from qtrain.models.hf.formats.table import keeping, kept
 from qtrain.models.hf.io import export_hf, generation_config
+from qtrain.models.hf.quantized_export import HeldCodes
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
@@ -29,10 +33,13 @@ from qtrain.models.vision import (
 )
 
 __all__ = [
+    "EXPORT_FORMATS",
     "RECOMPUTE_KINDS",
     "RECOMPUTE_SETS",
     "AdaptedOriginal",
     "Decoder",
+    "ExportFormat",
+    "HeldCodes",
     "Lora",
     "LossSums",
     "ModelConfig",
@@ -45,21 +52,28 @@ __all__ = [
     "as_lora",
     "build_model",
     "build_vision_model",
+    "check_export_folder",
+    "check_exports",
     "check_vision_model",
     "compile_layers",
     "compile_vision",
     "empty_model",
     "empty_vision_model",
+    "export_as",
     "export_hf",
     "export_timm",
     "generate",
     "generation_config",
     "image_config",
+    "keeping",
+    "kept",
+    "left_by_training",
     "linear_cross_entropy",
     "list_models",
     "load_adapter",
     "merge_lora",
     "output_head",
+    "read_formats",
     "read_model_source",
     "recompute_blocks",
     "repeated_blocks",

@@ -6,10 +6,9 @@ weights are dense and in the model's dtype, whatever the scheme of the training.
 
 import contextlib
 import functools
-import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,16 +20,21 @@ from qtrain.core.checksums import NAME as CHECKSUMS
 from qtrain.core.checksums import check_checksums
 from qtrain.core.errors import UserError
 from qtrain.core.hub import reaching_hub
-from qtrain.models.config.hf_layout import TensorSlice, layout
+from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf.source import FIX, ModelSource, holds_tensors
+from qtrain.models.hf.tensor_files import INDEX, write_json, write_tensors
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
-_WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-"""Settings that users edit: it has no checksum."""
+_WEIGHTS = "model.safetensors"
+GENERATION, CARD = "generation_config.json", "README.md"
+"""Files that users edit: they have no checksum."""
 _WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", GENERATION]
+
+
+WriteWeights = Callable[[nn.Module, Path], dict[str, Any]]
+"""Writes a model's tensors into a folder and returns what config.json says of them."""
 
 
 class Tokenizer(Protocol):
@@ -62,20 +66,23 @@ def export_hf(
     tokenizer: Tokenizer | None = None,
     *,
     trained_positions: int = 0,
+    write_weights: WriteWeights | None = None,
+    card: Callable[[], str] | None = None,
 ) -> None:
     """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
 
     Weights keep their dtype; low-bit ones are dequantized. Everything is written to a temporary folder, which then
     replaces `folder`. trained_positions: tokens of the sequences that the model was trained on; the config names no
-    fewer positions.
+    fewer positions. write_weights: of a native decoder, in place of the dense weights. card: the text of README.md,
+    asked for when the weights are written.
     """
-    with _replacing(Path(folder)) as temporary, writing_export(folder):
-        if hasattr(model, "save_pretrained"):
+    with replacing(Path(folder)) as temporary, writing_export(folder):
+        if write_weights is None and hasattr(model, "save_pretrained"):
             model.save_pretrained(temporary, max_shard_size=MAX_SHARD_BYTES)
             config = read_json(temporary / "config.json", "export")
         else:
-            dtype = _write_weights(model, temporary)
-            config = {**source.config, **model.config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")}
+            entries = (write_weights or _write_dense)(model, temporary)
+            config = {**source.config, **model.config.to_hf(), **entries}
             config.pop("dtype", None)  # transformers 5 reads torch_dtype too, and the two must not disagree
         if isinstance(positions := config.get("max_position_embeddings"), int):
             config["max_position_embeddings"] = max(positions, trained_positions)
@@ -84,23 +91,24 @@ def export_hf(
             _adopt_special_ids(config, tokenizer)
             _adopt_special_ids(generation, tokenizer)
             tokenizer.save_hf(temporary)
-        _write_json(temporary / "config.json", config)
-        _write_json(temporary / GENERATION, generation)
-        finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in (GENERATION, CHECKSUMS)))
+        write_json(temporary / "config.json", config)
+        write_json(temporary / GENERATION, generation)
+        if card is not None:
+            (temporary / CARD).write_text(card(), encoding="utf-8")
+        unchecked = (GENERATION, CARD, CHECKSUMS)
+        finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in unchecked))
 
 
-def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
-    """Write the checkpoint's tensors into one file or, above MAX_SHARD_BYTES, into several with an index."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
-
+def _write_dense(model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Write the checkpoint's tensors in the model's dtype. Returns what config.json says of them."""
     parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     values, dtype = exported_tensors(model), parameters["embed_tokens.weight"].dtype
     slices = {entry.hf_name: entry for entry in layout(model.config)}
     # Consecutive tensors are often rows of one parameter, which may take long to dequantize.
     whole = functools.lru_cache(maxsize=1)(lambda name: values[name]())
 
-    def on(device: str, entry: TensorSlice) -> Tensor:
+    def on(device: str, hf_name: str) -> Tensor:
+        entry = slices[hf_name]
         if entry.name is None:
             return torch.zeros(entry.stop, dtype=dtype, device=device)
         if device == "meta":
@@ -108,19 +116,8 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
             return entry.of(torch.empty(like.shape, dtype=like.dtype, device=device))
         return entry.of(whole(entry.name)).to(device, copy=True).contiguous()
 
-    plan = split_state_dict_into_shards_factory(
-        {name: on("meta", entry) for name, entry in slices.items()},
-        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
-        get_storage_id=lambda tensor: None,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=MAX_SHARD_BYTES,
-    )
-    for file, names in plan.filename_to_tensors.items():
-        save_file({name: on("cpu", slices[name]) for name in names}, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / INDEX, index)
-    return dtype
+    write_tensors(slices, on, folder, MAX_SHARD_BYTES)
+    return {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +199,7 @@ def refuse_tensors(where: str, what: str, names: Any) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it at the end, or is deleted when writing fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     private = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -222,7 +219,3 @@ def _replacing(folder: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(private, ignore_errors=True)
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ it was trained."""
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,28 @@ from qtrain.core.checks import check_fields, user_path
 from qtrain.core.config import read_recipe
 from qtrain.core.errors import UserError
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.models import ModelSource, add_lora, as_lora, build_model, export_hf, merge_lora, read_model_source
+from qtrain.models import (
+    Lora,
+    ModelSource,
+    add_lora,
+    as_lora,
+    build_model,
+    empty_model,
+    export_hf,
+    merge_lora,
+    read_model_source,
+)
+from qtrain.quant import LinearChoice
 from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding, frozen_base
+from qtrain.train.assembly.exports import whose_weights
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
-from qtrain.train.assembly.prepare import prepare
+from qtrain.train.assembly.model_card import ModelCard
+from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.settings.machine import choose_dtype
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.checkpoint_files import newest_complete
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder, resolve_resume
 from qtrain.train.step.step import eval_weights, export_weights
@@ -39,6 +53,7 @@ ONE_PROCESS = {
     },
     **{"micro_batch_size": 0, "gradient_accumulation": 0, "optimizer_in_backward": False},
     **{"compile": False, "trackers": (), "resume": None, "lm_eval": None, "final_eval": "sample"},
+    **{"export_format": ("hf",), "push_to_hub": None},
 }
 """Instead of what says only how a run was spread and made fast, and what it measured at its end."""
 
@@ -55,10 +70,11 @@ class Measured:
     flag: str
 
     @classmethod
-    def find(cls, name: str, flag: str) -> "Measured":
-        """Raises UserError."""
+    def find(cls, name: str, flag: str, *, prefer_checkpoint: bool = False) -> "Measured":
+        """prefer_checkpoint: of a run that has both, not its export. Raises UserError."""
         path = user_path(name, flag)
-        if (path / "hf" / "config.json").is_file():
+        kept = prefer_checkpoint and newest_complete(path / "checkpoints") is not None
+        if (path / "hf" / "config.json").is_file() and not kept:
             return cls(str(path / "hf"), None, *_settings_of(path, flag), flag)
         if not path.is_dir() or ((path / "config.json").is_file() and not (path / "checkpoints").is_dir()):
             run = path.parent if path.name == "hf" and (path.parent / "metrics.jsonl").is_file() else None
@@ -110,18 +126,52 @@ class Measured:
             return "hf"
         return "native"
 
-    def _restored(self, device: torch.device) -> Run:
-        """The run as one process would go on with it: in its scheme, with its optimizer, which may average weights."""
-        settings = dataclasses.replace(self.settings, device=device.type)
+    def outline(self, device: torch.device, *, native: bool) -> tuple[nn.Module, Sequence[LinearChoice]]:
+        """The model on the meta device, and what its training does to its linears: nothing to those of an exported
+        one. UserError where it is to be qtrain's own decoder, and is not."""
+        if self.exported is not None:
+            return empty_model(self.source, "native" if native else self._impl), ()
+        prepared, _ = self._prepared(device)
+        return prepared.architecture.empty, prepared.linears
+
+    @contextlib.contextmanager
+    def to_export(self, device: torch.device) -> Iterator[tuple[nn.Module, list[str]]]:
+        """The model with the weights that its training exports, adapters merged, and lines that say whose they are."""
+        if self.exported is not None:
+            named = self.source.config.get("dtype") or self.source.config.get("torch_dtype")
+            where = {"device": device, "dtype": torch.bfloat16 if named == "bfloat16" else torch.float32}
+            yield build_model(self.source, impl=self._impl, pretrained=True, **where), []
+            return
+        run = self._restored(device)
+        notes = [f"weights     of step {run.state.step:,}, {self.checkpoint}"]
+        with export_weights(run) as whole:
+            merge_lora(run.model)
+            yield whole, notes + whose_weights(run, adapted=self.trained.get("lora") is not None)
+
+    def card(self, name: str, lines: Sequence[str]) -> ModelCard:
+        """Of an export of `name`."""
+        if self.settings is None:
+            return ModelCard(Path(name).name, self.source, {}, lines=lines)
+        run = self.checkpoint.parent.parent if self.checkpoint is not None else Path(self.exported).parent
+        return ModelCard.of_run(run, self.source, self.trained, lines=lines)
+
+    def _prepared(self, device: torch.device) -> tuple[Prepared, Lora | None]:
+        # In the dtype of the run, which auto may not be on this device; older checkpoints do not name it.
+        dtype = read_meta(self.checkpoint).get("dtype", self.settings.dtype)
+        settings = dataclasses.replace(self.settings, device=device.type, dtype=dtype)
         lora = None if self.trained.get("lora") is None else as_lora(self.trained["lora"])
         checked = check_settings(settings, self.trained["script"], frozen_base(lora, settings.quantize))
         checked = dataclasses.replace(checked, folder=RunFolder(self.checkpoint.parent.parent, self.checkpoint))
-        prepared = prepare(checked, LanguageArchitecture.of(settings, checked.mesh), ())
+        return prepare(checked, LanguageArchitecture.of(settings, checked.mesh), ()), lora
+
+    def _restored(self, device: torch.device) -> Run:
+        """The run as one process would go on with it: in its scheme, with its optimizer, which may average weights."""
+        prepared, lora = self._prepared(device)
         model, quantized = build_quantized(prepared)
         if self.trained.get("freeze_embedding_layer"):
             freeze_embedding(model)
         if lora is not None:
-            add_lora(model, lora, settings.seed)
+            add_lora(model, lora, prepared.settings.seed)
         with contextlib.redirect_stdout(None):  # what resuming would replace is of no concern
             return assemble(prepared, model, quantized)
 

@@ -17,7 +17,7 @@ import torch
 
 from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.models import Lora, as_lora
+from qtrain.models import ExportFormat, Lora, as_lora, read_formats
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
@@ -94,6 +94,14 @@ class Options:
         given = getattr(self.settings, "lora", None)
         return None if given is None else as_lora(given)
 
+    @cached_property
+    def low_bit_exports(self) -> dict[str, ExportFormat]:
+        """The formats of --export_format that are not dense weights of a Hugging Face folder, by name."""
+        given = self.get("export_format")
+        if given is None or not self.settings.export:
+            return {}
+        return {name: fmt for name, fmt in read_formats(given, "--export_format").items() if name != "hf"}
+
     def has(self, name: str) -> bool:
         """Whether the script has the flag `name` and its value is not the default."""
         fields = {field.name: field for field in dataclasses.fields(self.settings)}
@@ -134,6 +142,8 @@ class Exclusion:
 
 def _value(options: Options, name: str) -> str:
     """A flag's value as a message has it, or with `lora.` an option's of --lora; of a list the first."""
+    if name == "low_bit_export":
+        return next(iter(options.low_bit_exports))
     value = getattr(options.lora, name[5:]) if name.startswith("lora.") else options.get(name)
     value = value[0] if isinstance(value, list) else value
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -388,6 +398,23 @@ RUN_EXCLUSIONS = (
         "has no effect without --accuracy"),
     Exclusion("--lm_eval", "--no_export", lambda o: o.get("lm_eval") is not None and not o.settings.export,
         "it evaluates the exported model", "; leave out --no_export, or --lm_eval"),
+    Exclusion("--lm_eval", "--export_format without hf",
+        lambda o: o.get("lm_eval") is not None and "hf" not in o.get("export_format"),
+        "it evaluates the dense export", "; add hf to --export_format, or leave --lm_eval out"),
+    Exclusion("--push_to_hub", "--no_export", lambda o: o.get("push_to_hub") is not None and not o.settings.export,
+        "it uploads the export", "; leave out --no_export, or --push_to_hub"),
+    _note("--export_format", "--no_export", lambda o: o.has("export_format") and not o.settings.export,
+        "has no effect with --no_export"),
+    Exclusion("--export_format", "--model_impl hf", lambda o: bool(o.low_bit_exports) and _transformers(o),
+        "'{low_bit_export}' needs qtrain's own decoder", "; use --model_impl native, or hf alone"),
+    Exclusion("--export_format", "--lora merge original",
+        lambda o: bool(o.low_bit_exports) and o.lora and o.lora.merge == "original",
+        "'{low_bit_export}' holds codes of the trained weights, not of those of --model", "; use hf alone"),
+    *(Exclusion("--export_format", f"--{name}",
+          lambda o, name=name: bool(o.low_bit_exports) and getattr(o.settings, name) > 1,
+          f"'{{low_bit_export}}' needs linears that one process holds in full, and --{name} shards them",
+          "; use hf alone, and then python -m qtrain export RUN --format {low_bit_export}")
+      for name in ("tp", "ep")),
     Exclusion("--augment.mixup_prob", "neither mixup nor cutmix",
         lambda o: o.key("augment", "mixup_prob") is not None
         and not (o.key("augment", "mixup") or o.key("augment", "cutmix")),

@@ -14,7 +14,7 @@ def listing(vision: bool = False) -> str:
     from qtrain.data.named_sets import NAMED_SETS
     from qtrain.data.stream import DATASETS
     from qtrain.data.tokenizers.tokenizer import TOKENIZERS
-    from qtrain.models import list_models
+    from qtrain.models import EXPORT_FORMATS, list_models
     from qtrain.optim import OPTIMIZERS
     from qtrain.quant import SCHEMES
 
@@ -29,6 +29,7 @@ def listing(vision: bool = False) -> str:
         ),
         _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
+        _block("export formats (--export_format, python -m qtrain export --format)", EXPORT_FORMATS.describe()),
         _block("GPUs that --dry_run can plan for (--gpu)", _gpus()),
         _block("links between machines (--wire)", _wires()),
         _vision_models()

@@ -39,8 +39,8 @@ class TrainSettings:
         "schedule": "n_epochs n_steps max_hours early_stopping lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images final_eval sample_prompts "
         "sample_tokens hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
-        "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export run_name "
-        "runs_dir",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts keep_best async_checkpoint resume export "
+        "export_format push_to_hub run_name runs_dir",
         "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
         "offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
@@ -230,6 +230,12 @@ class LanguageSettings(EvaluationSettings, TrainSettings):
     """Sequences of --eval_ds (of each of its datasets) per evaluation, the same ones each time."""
     final_eval: Literal["sample", "all"] = "sample"
     """After the last step; all: also the loss over the whole of --eval_ds, each sequence once, as final_eval_loss."""
+    export_format: tuple[str, ...] = ("hf",)
+    """Formats of the export, each in a folder of its name, RUN/FORMAT; --list shows them. hf: dense weights; others
+    hold codes and scales, where the scheme of the run allows those that it multiplied with."""
+    push_to_hub: str | None = None
+    """Upload the export to this repository of the Hugging Face hub, OWNER/NAME, made private if it is new; several
+    formats each to OWNER/NAME-FORMAT. Needs a login: hf auth login."""
     lm_eval: str | None = None
     """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end; base: the eight
     of a base model (ARC, BoolQ, COPA, HellaSwag, OpenBookQA, PIQA, WinoGrande)."""

@@ -27,6 +27,7 @@ from qtrain.quant.scheme_map import scheme_of
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
+from qtrain.train.settings.machine import choose_dtype
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
@@ -138,6 +139,7 @@ class Run:
             "optim": optim_meta,
             "script": self.script,
             "quantized_step": self.quantized.step,
+            "dtype": "bf16" if choose_dtype(self.settings.dtype, self.device) is torch.bfloat16 else "fp32",
             "quantize": self.settings.quantize,
             "quantize_kwargs": self.settings.quantize_kwargs,
             "schemes": recorded_map(self.settings, self.quantized.schemes),

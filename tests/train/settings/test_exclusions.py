@@ -214,6 +214,25 @@ CASES = {
     ("--sample_tokens", "no --sample_prompts"): (PRETRAIN, {"sample_tokens": 5}, {"sample_prompts": ("a",)}),
     ("--answer_tokens", "no --accuracy"): (FINETUNE, {"answer_tokens": 5}, {"accuracy": 1}),
     ("--lm_eval", "--no_export"): (FINETUNE, {"lm_eval": "x", "export": False}, {"export": True}),
+    ("--lm_eval", "--export_format without hf"): (
+        PRETRAIN,
+        {"lm_eval": "base", "export_format": ("ct_int8",)},
+        {"export_format": ("ct_int8", "hf")},
+    ),
+    ("--push_to_hub", "--no_export"): (PRETRAIN, {"push_to_hub": "me/x", "export": False}, {"export": True}),
+    ("--export_format", "--no_export"): (PRETRAIN, {"export_format": ("ct_int8",), "export": False}, {"export": True}),
+    ("--export_format", "--model_impl hf"): (
+        PRETRAIN,
+        {"export_format": ("hf", "ct_int8"), "model_impl": "hf"},
+        {"export_format": ("hf",)},
+    ),
+    ("--export_format", "--lora merge original"): (
+        FINETUNE,
+        {"export_format": ("ct_int8",), "lora": {"base": "nf4", "merge": "original"}},
+        {"lora": {"base": "nf4"}},
+    ),
+    ("--export_format", "--tp"): (PRETRAIN, {"export_format": ("ct_int8",), "tp": 2}, {"tp": 1}),
+    ("--export_format", "--ep"): (PRETRAIN, {"export_format": ("ct_int8",), "ep": 2}, {"ep": 1}),
     ("--augment.mixup_prob", "neither mixup nor cutmix"): (
         VisionSettings,
         {"n_steps": 1, "augment": {"mixup_prob": 0.5}},

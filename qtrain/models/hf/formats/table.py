@@ -1,0 +1,64 @@
+"""Which formats hold the codes that a scheme trained with: a function over the two declarations."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
+from qtrain.quant.export_codes import trained_formats, why_not_held
+from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+
+
+class Kept(NamedTuple):
+    """Whether an export has the codes that training multiplied with."""
+
+    equal: bool
+    text: str
+    """As the table has it: "equal", or what differs."""
+
+
+def kept(scheme: Scheme, fmt: ExportFormat) -> Kept:
+    """Of the matrices that a scheme has in low bits; shapes may still be such that a format's blocks do not fit."""
+    if fmt.weight is None:
+        return Kept(False, "dense")
+    trained = trained_formats(scheme) if isinstance(scheme, LowBitScheme) else []
+    if not trained:
+        return Kept(False, "trained in high precision")
+    reasons = [why_not_held(own, fmt.weight) for own in trained]
+    if None not in reasons:
+        return Kept(False, "refused" if fmt.weight.fmt == "ternary" else reasons[0])
+    repeated = trained[reasons.index(None)].granularity != fmt.weight.granularity
+    notes = ["scales repeated"] * repeated + [fmt.scale_rounding] * bool(fmt.scale_rounding)
+    return Kept(True, f"equal ({', '.join(notes)})" if notes else "equal")
+
+
+def keeping(schemes: Iterable[LowBitScheme]) -> list[str]:
+    """The formats that hold the codes of all of these schemes, those of the same elements and without notes first."""
+    schemes = list(schemes)
+    order: dict[str, tuple] = {}
+    for name in EXPORT_FORMATS.names():
+        fmt = EXPORT_FORMATS.make(name, {}, "--export_format")
+        held = [kept(scheme, fmt) for scheme in schemes]
+        if held and all(k.equal for k in held):
+            others = sum(trained_formats(scheme)[0].fmt != fmt.weight.fmt for scheme in schemes)
+            order[name] = others, sum(k.text != "equal" for k in held), len(name), name
+    return sorted(order, key=order.__getitem__)
+
+
+def exports_table() -> str:
+    """Scheme x format in Markdown, for the documentation; schemes with their default options."""
+    formats = {name: EXPORT_FORMATS.make(name, {}, "--export_format") for name in EXPORT_FORMATS.names()}
+    formats = {name: fmt for name, fmt in formats.items() if fmt.weight is not None}
+    lines = ["| scheme | equal codes | new codes |", "|---|---|---|"]
+    for scheme_name in SCHEMES.names():
+        if scheme_name in ("auto", "bf16"):  # a scheme for each linear, and none
+            continue
+        scheme = SCHEMES.make(scheme_name, {}, "--quantize")
+        held = {name: kept(scheme, fmt) for name, fmt in formats.items()}
+        equal = [f"`{name}`{k.text.removeprefix('equal')}" for name, k in held.items() if k.equal]
+        new: dict[str, list[str]] = {}
+        for name, k in held.items():
+            if not k.equal:
+                new.setdefault(k.text, []).append(f"`{name}`")
+        reasons = "; ".join(f"{why}: {', '.join(names)}" for why, names in new.items())
+        lines.append(f"| `{scheme_name}` | {', '.join(equal)} | {reasons} |")
+    return "\n".join(lines) + "\n"

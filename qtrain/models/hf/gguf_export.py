@@ -1,0 +1,195 @@
+"""A native decoder as one GGUF file, one tensor of the file in memory at a time.
+
+llama.cpp rotates neighbouring elements of llama's heads, so rows of q and k are permuted for it. It wants norms and
+routers in fp32, and the matrices of all experts of a layer in one tensor.
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtrain.models.config.hf_layout import TensorSlice
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.hf.formats.gguf import ARCHITECTURES, Gguf
+from qtrain.models.hf.io import CARD, Tokenizer, replacing
+from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes
+from qtrain.models.hf.writing import finish_export, writing_export
+from qtrain.models.native.decoder import Decoder
+
+FILE = "model.gguf"
+NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+"""What the package calls BitNet's norms, by transformers' name."""
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
+"""The regular expression that splits text -> llama.cpp's name for it."""
+
+
+def export_gguf(
+    model: Decoder,
+    folder: Path | str,
+    fmt: Gguf,
+    tokenizer: Tokenizer | None = None,
+    *,
+    left: Collection[str] = (HEAD,),
+    trained_positions: int = 0,
+    card: Card | None = None,
+) -> HeldCodes | None:
+    """Write FILE and the tokenizer's files into `folder`. left: linears in high precision. Returns what became of
+    the codes; None: there are none. Raises UserError."""
+    import gguf
+
+    weights = WeightsInCodes(model, fmt, left)
+    with replacing(Path(folder)) as temporary, writing_export(folder):
+        writer = gguf.GGUFWriter(temporary / FILE, ARCHITECTURES[model.config.model_type])
+        _add_settings(writer, model.config, fmt, trained_positions)
+        if tokenizer is not None:
+            tokenizer.save_hf(temporary)
+            _add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size)
+        members = _members(weights)
+        for name, entries in members.items():
+            shape, kind = _shape_and_type(weights, fmt, entries)
+            elements, size = gguf.GGML_QUANT_SIZES[kind]
+            count = torch.Size(shape).numel()
+            writer.add_tensor_info(name, shape, None, count // elements * size, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for entries in members.values():
+            writer.write_tensor_data(_data(weights, fmt, entries))
+        writer.close()
+        finish_export(temporary, [path.name for path in temporary.iterdir()])
+        held = weights.held if fmt.weight is not None else None
+        if card is not None:
+            (temporary / CARD).write_text(card(None, held), encoding="utf-8")
+    return held
+
+
+def _members(weights: WeightsInCodes) -> dict[str, list[TensorSlice]]:
+    """Name of each of the file's tensors -> those of a checkpoint that it consists of, one but for experts."""
+    import gguf
+
+    config = weights.model.config
+    architecture = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[config.model_type])
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: dict[str, list[TensorSlice]] = {}
+    for entry in weights.entries.values():
+        parts = [NAMES.get(part, part) for part in entry.hf_name.split(".")]
+        if "experts" in parts:
+            del parts[parts.index("experts") + 1]  # the number of the expert
+        name = names.get_name(".".join(parts), try_suffixes=(".weight", ".bias"))
+        assert name is not None, f"llama.cpp has no name for {entry.hf_name}"
+        found.setdefault(name, []).append(entry)
+    return found
+
+
+def _shape_and_type(weights: WeightsInCodes, fmt: Gguf, entries: list[TensorSlice]) -> tuple[tuple[int, ...], Any]:
+    """Of one of the file's tensors: its shape, and its GGMLQuantizationType."""
+    import gguf
+
+    first, shape = entries[0], weights.shape(entries[0])
+    shape = (len(entries), *shape) if len(entries) > 1 else shape
+    kinds = gguf.GGMLQuantizationType
+    if weights.in_codes(first):
+        return shape, kinds[fmt.type_name]
+    if len(shape) == 1 or first.hf_name.endswith("mlp.gate.weight"):
+        return shape, kinds.F32
+    if fmt.weight is None:
+        return shape, kinds.F16
+    return shape, kinds.BF16 if weights.dtype() == torch.bfloat16 else kinds.F32
+
+
+def _data(weights: WeightsInCodes, fmt: Gguf, entries: list[TensorSlice]) -> Any:
+    """The bytes of one of the file's tensors, as a numpy array."""
+    import gguf
+    import numpy as np
+
+    _, kind = _shape_and_type(weights, fmt, entries)
+    parts = []
+    for entry in entries:
+        if weights.in_codes(entry):
+            part = fmt.encode(weights.codes(entry), weights.shape(entry)[1])
+        else:
+            part = gguf.quants.quantize(weights.plain(entry).float().cpu().numpy(), kind)
+        parts.append(_permuted(part, entry, weights.model.config))
+    return np.ascontiguousarray(np.concatenate(parts))
+
+
+def _permuted(rows: Any, entry: TensorSlice, config: ModelConfig) -> Any:
+    """Rows of q and k as llama.cpp reads them; others as they are."""
+    projection = entry.hf_name.split(".")[-2]
+    if ARCHITECTURES[config.model_type] != "llama" or projection not in ("q_proj", "k_proj"):
+        return rows
+    heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
+    pairs = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])  # the halves that are rotated together
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _add_settings(writer: Any, config: ModelConfig, fmt: Gguf, trained_positions: int) -> None:
+    import gguf
+
+    writer.add_context_length(max(config.max_position_embeddings, trained_positions))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{fmt.type_name}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if config.moe is not None:
+        writer.add_expert_count(config.moe.experts)
+        writer.add_expert_used_count(config.moe.per_token)
+        writer.add_expert_feed_forward_length(config.moe.width)
+
+
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """The vocabulary of a byte-level BPE tokenizer whose splitting llama.cpp knows; of others a printed line."""
+    import gguf
+
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    pre = _pre_tokenizer(model)
+    if model["model"].get("type") != "BPE" or pre is None:
+        print("note    the GGUF file has no tokenizer: it is not a BPE that llama.cpp is known to split alike")
+        return
+    added = {token["id"]: token for token in model.get("added_tokens", ())}
+    pieces = {number: piece for piece, number in model["model"]["vocab"].items()}
+    pieces |= {number: token["content"] for number, token in added.items()}
+    size = max(vocab_size, max(pieces) + 1)  # llama.cpp wants a piece for each row of the embedding
+    kinds = gguf.TokenType
+
+    def kind(number: int) -> Any:
+        if number not in pieces:
+            return kinds.UNUSED
+        if number in added:
+            return kinds.CONTROL if added[number]["special"] else kinds.USER_DEFINED
+        return kinds.NORMAL
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([pieces.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_types([kind(i) for i in range(size)])
+    merges = model["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    if tokenizer.bos_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_id)
+    if tokenizer.eos_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_id)
+
+
+def _pre_tokenizer(model: dict[str, Any]) -> str | None:
+    """llama.cpp's name of how a tokenizer.json splits text; None: it is not known."""
+    steps = model.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    if not patterns and any(step.get("type") == "ByteLevel" and step.get("use_regex", True) for step in steps):
+        return "gpt-2"
+    return PRE_TOKENIZERS.get(patterns[0]) if len(patterns) == 1 else None

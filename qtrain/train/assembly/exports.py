@@ -1,0 +1,122 @@
+"""The export of a run: a folder for each format of --export_format, and lines that say what is in them."""
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from qtrain.core.config import as_dict
+from qtrain.core.errors import UserError
+from qtrain.core.hub import check_push, push_folder
+from qtrain.core.process import command_line
+from qtrain.data.tokenizers.tokenizer import Tokenizer
+from qtrain.models import EXPORT_FORMATS, ModelSource, check_exports, export_as, keeping, left_by_training, read_formats
+from qtrain.quant import LinearChoice
+from qtrain.train.assembly.model_card import ModelCard, device_name
+from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.state.run import Run
+
+FLAG, PUSH = "--export_format", "--push_to_hub"
+
+
+def check_run_exports(prepared: Prepared) -> None:
+    """UserError for a format that cannot hold the weights that the run will have."""
+    if prepared.settings.export:
+        formats = read_formats(prepared.settings.export_format, FLAG)
+        check_exports(prepared.architecture.empty, prepared.linears, formats, FLAG)
+    if prepared.settings.push_to_hub is not None and not prepared.settings.dry_run:
+        check_pushes(prepared.settings.push_to_hub, prepared.settings.export_format)
+
+
+def check_pushes(repo_id: str, names: Sequence[str]) -> None:
+    """UserError where the exports could not be uploaded."""
+    for target in repositories(repo_id, names).values():
+        check_push(target, PUSH)
+
+
+def repositories(repo_id: str, names: Sequence[str]) -> dict[str, str]:
+    """Format -> the repository that its export is uploaded to."""
+    return {name: repo_id if len(names) == 1 else f"{repo_id}-{name}" for name in names}
+
+
+def push_exports(folders: Mapping[str, Path], repo_id: str) -> list[str]:
+    """Upload the exports in `folders`, by format. Returns lines for the log; TrainingStopped where that fails."""
+    targets = repositories(repo_id, [*folders])
+    return [f"uploaded    {push_folder(folder, targets[name], PUSH)}" for name, folder in folders.items()]
+
+
+def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tokenizer | None) -> list[str]:
+    """Write RUN/FORMAT for each format. model: with the weights to export, of one process, or as `export_hf` takes
+    others. Returns lines for the log."""
+    settings, folder = prepared.settings, run.folder.path
+    adapted = getattr(settings, "lora", None) is not None
+    whose = whose_weights(run, adapted=adapted)
+    source = prepared.architecture.source
+    hardware = device_name(prepared.device, prepared.geometry.devices)
+    card = ModelCard.of_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)
+    lines = export_folders(
+        model,
+        source,
+        {name: folder / name for name in settings.export_format},
+        tokenizer,
+        linears=prepared.linears,
+        card=card,
+        trained_positions=settings.seq_len,
+    )
+    if any(name != "hf" for name in settings.export_format):
+        lines += whose
+    if set(settings.export_format) == {"hf"} and not adapted and (name := _keeping_format(prepared)):
+        again = f"{command_line('-m qtrain export')} {folder} --format {name}"
+        lines.append(f"codes       the dense export has none; with those that training multiplied with: {again}")
+    return lines
+
+
+def _keeping_format(prepared: Prepared) -> str | None:
+    """A format that can hold the codes of the run's checkpoint; None: there is none."""
+    schemes = {choice.scheme for choice in prepared.linears if choice.scheme is not None}
+    for name in keeping(schemes) if prepared.settings.keep_ckpts else ():
+        fmt = EXPORT_FORMATS.make(name, {}, FLAG)
+        with contextlib.suppress(UserError):  # of sizes that are no multiples of its blocks
+            check_exports(prepared.architecture.empty, prepared.linears, {name: fmt}, FLAG)
+            return name
+    return None
+
+
+def whose_weights(run: Run, *, adapted: bool) -> list[str]:
+    """Lines that say of which weights an export's codes are, where these are not the ones that train."""
+    if run.ema is not None or run.optimizer.averages_weights:
+        return ["codes       are of the averaged weights, which evaluations read too"]
+    return ["codes       are of weights with the adapters added, new where a matrix is adapted"] if adapted else []
+
+
+def export_folders(
+    model: nn.Module,
+    source: ModelSource,
+    folders: dict[str, Path],
+    tokenizer: Tokenizer | None,
+    *,
+    linears: Sequence[LinearChoice],
+    card: ModelCard,
+    trained_positions: int = 0,
+    flag: str = FLAG,
+) -> list[str]:
+    """Write each format of `folders` into its folder. linears: what training did to those of the model, if it did
+    anything. Returns a line or two for each format."""
+    lines = []
+    for name, fmt in read_formats(tuple(folders), flag).items():
+        held = export_as(
+            fmt,
+            model,
+            source,
+            folders[name],
+            tokenizer,
+            left=left_by_training(linears),
+            trained_positions=trained_positions,
+            card=functools.partial(card.text, name, fmt),
+        )
+        lines.append(f"exported    {folders[name]} ({fmt.loaded_by})")
+        if held is not None:
+            lines.append(f"codes       {name}: {held.describe()}")
+    return lines
