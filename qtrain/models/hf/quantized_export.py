@@ -23,6 +23,7 @@ from qtrain.models.hf.source import ModelSource
 from qtrain.models.hf.tensor_files import write_tensors
 from qtrain.models.native.decoder import Decoder
 from qtrain.quant import LowBitLinear
+from qtrain.quant.choices import shared_weights
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.export_codes import (
     Rows,
@@ -33,7 +34,6 @@ from qtrain.quant.export_codes import (
     trained_codes,
     why_not_held,
 )
-from qtrain.quant.swap import shared_weights
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 MAX_SHARD_BYTES = 5_000_000_000
