@@ -22,7 +22,8 @@ layers are divided over GPUs too, they are those outside of layers, and no sums 
 Where layers' inputs are in host memory (`models/native/residual_offload.py`), all but that of the last layer leave the
 device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
 
-Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most.
+Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most;
+of several ranks their sums are there (`parallel/sharding/gradients.py`), which the optimizer's step has on the device.
 Where MLPs run in chunks of t tokens (`models/native/mlp_chunks.py`), a layer's own tensors are those of attention, of
 all tokens; the stream after attention, whose memory its gradient takes over; and either those of the MLP and of its
 backward, of t tokens, or attention's temporaries. Several chunks add the gradients of the MLP's weights in fp32.
@@ -32,6 +33,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients
@@ -249,7 +251,12 @@ def estimate_memory(
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
-    if step.gradients_on_host:
+        master_bytes = 0 if sums else master_bytes  # rounded in the memory of the sums
+    of_ranks, streams = (step.gradients_on_host and kind for kind in (reshards and share.states < 1, share.states == 1))
+    if of_ranks:
+        at_step, held = round(trained.bytes * share.states) + PIECE_BYTES, PIECE_BYTES
+        gradients = PIECE_BYTES + full.last
+    elif streams:
         moved = host_gradients(config, step.element, low_bit, trained, largest_layer=_largest_layer(config))
         stays = trained.bytes - moved.sums
         at_step, held = stays + moved.buffer, moved.buffer + (stays if step.accumulates else 0)
@@ -258,8 +265,8 @@ def estimate_memory(
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
         on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
-    if step.gradients_on_host:
-        on_host["gradients"] = moved.sums
+    if of_ranks or streams:
+        on_host["gradients"] = full.sums if of_ranks else moved.sums
     residual = step.tokens * config.hidden_size * step.element
     residuals = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if residuals:

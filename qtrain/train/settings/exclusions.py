@@ -203,6 +203,11 @@ def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
     return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
 
 
+def _streams(o: Options) -> bool:
+    """Whether weights pass through the GPU with their gradients: of one process."""
+    return "gradients" in o.offload and run_world(o.settings) == 1
+
+
 def _offloads_states(o: Options) -> bool:
     return bool(set(o.settings.offload or ()) & set(HOST_NAMES))
 
@@ -275,26 +280,33 @@ RUN_EXCLUSIONS = (
     Exclusion("--offload", "gradients with --lora", lambda o: "gradients" in o.offload and _adapters(o),
         "gradients of adapters are small and stay on the GPU", "; take gradients out of the list"),
     Exclusion("--offload", "weights of several processes",
-        lambda o: bool({"weights", "gradients"} & o.offload) and run_world(o.settings) > 1,
+        lambda o: "weights" in o.offload and run_world(o.settings) > 1,
         "weights of several processes are divided among them",
-        "; take weights and gradients out of the list, and give --reshard_after_forward always"),
+        "; take weights out of the list, and give --reshard_after_forward always"),
+    Exclusion("--offload", "gradients of several processes without --reshard_after_forward always",
+        lambda o: "gradients" in o.offload and run_world(o.settings) > 1
+        and o.settings.reshard_after_forward != "always",
+        "gradients of several processes are in host memory where layers are sharded",
+        "; give --reshard_after_forward always"),
     Exclusion("--offload", "weights without gradients",
         lambda o: "weights" in o.offload and not _adapters(o) and "gradients" not in o.offload,
         "weights that train are updated from gradients that are in host memory too", "; add gradients to the list"),
-    Exclusion("--offload", "gradients without weights",
-        lambda o: "gradients" in o.offload and "weights" not in o.offload,
+    Exclusion("--offload", "gradients of one process without weights",
+        lambda o: "gradients" in o.offload and "weights" not in o.offload and run_world(o.settings) == 1,
         "gradients are added up in host memory for weights that are there too", "; add weights to the list"),
-    Exclusion("--offload", "gradients with --optim that keeps its states on the GPU",
-        lambda o: "gradients" in o.offload and not o.optimizer.streams_weights,
+    Exclusion("--offload", "gradients of one process with --optim that keeps its states on the GPU",
+        lambda o: _streams(o) and not o.optimizer.streams_weights,
         "--optim {optim} updates weights on the GPU only", _allowed(lambda spec: spec.streams_weights)),
-    Exclusion("--offload", "gradients with weights stored in low bits",
-        lambda o: "gradients" in o.offload and _stored(o),
+    Exclusion("--offload", "gradients of one process with weights stored in low bits",
+        lambda o: _streams(o) and _stored(o),
         "--quantize {quantize} stores weights in low bits, which stay on the GPU",
         "; take weights and gradients out of the list"),
-    *(Exclusion(f"--{name}", "--offload gradients", lambda o, name=name: "gradients" in o.offload and o.has(name), why,
-          "; leave it out, or take weights and gradients out of --offload")
-      for name, why in (("optimizer_in_backward", "it leaves no gradients that could be in host memory"),
-                        ("deterministic", "it adds gradients in fp32 on the GPU"))),
+    Exclusion("--optimizer_in_backward", "--offload gradients",
+        lambda o: "gradients" in o.offload and o.has("optimizer_in_backward"),
+        "it leaves no gradients that could be in host memory",
+        "; leave it out, or take weights and gradients out of --offload"),
+    Exclusion("--deterministic", "--offload gradients of one process", lambda o: _streams(o) and o.has("deterministic"),
+        "it adds gradients in fp32 on the GPU", "; leave it out, or take weights and gradients out of --offload"),
     _note("--offload", "--optim without what it names",
         lambda o: bool(o.optimizer.host_names) and _offloads_states(o)
         and not set(o.settings.offload) & set(HOST_NAMES) <= set(o.optimizer.host_names),

@@ -67,20 +67,29 @@ CASES = {
         {"offload": ("weights",), "lora": LORA, "gpus": 2},
         {"gpus": 1},
     ),
+    ("--offload", "gradients of several processes without --reshard_after_forward always"): (
+        PRETRAIN,
+        {"offload": ("gradients",), "gpus": 2},
+        {"reshard_after_forward": "always"},
+    ),
     ("--offload", "weights without gradients"): (FINETUNE, {"offload": ("weights",)}, {"lora": LORA}),
-    ("--offload", "gradients without weights"): (PRETRAIN, {"offload": ("gradients",)}, {"offload": MOVED}),
-    ("--offload", "gradients with --optim that keeps its states on the GPU"): (
+    ("--offload", "gradients of one process without weights"): (
+        PRETRAIN,
+        {"offload": ("gradients",)},
+        {"offload": MOVED},
+    ),
+    ("--offload", "gradients of one process with --optim that keeps its states on the GPU"): (
         PRETRAIN,
         {"offload": MOVED, "optim": "muon"},
         {"optim": "sgd"},
     ),
-    ("--offload", "gradients with weights stored in low bits"): (
+    ("--offload", "gradients of one process with weights stored in low bits"): (
         PRETRAIN,
         {"offload": MOVED, "quantize": "int8_weight"},
         {"quantize": "bitnet"},
     ),
     ("--optimizer_in_backward", "--offload gradients"): (PRETRAIN, {"offload": MOVED, **ALONE}, {"offload": ("m",)}),
-    ("--deterministic", "--offload gradients"): (
+    ("--deterministic", "--offload gradients of one process"): (
         PRETRAIN,
         {"offload": MOVED, "deterministic": True},
         {"deterministic": False},
