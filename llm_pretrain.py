@@ -116,6 +116,7 @@ def train(settings: PretrainSettings) -> None:
                     log.info("%s", line)
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
+            other += " --quantize_overrides {}" if settings.quantize_overrides else ""
             log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), folder, other)
 
 

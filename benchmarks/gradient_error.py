@@ -34,7 +34,7 @@ from qtrain.data.eval_windows import eval_batches
 from qtrain.data.stream import StreamContext
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
-from qtrain.quant.swap import find_linears
+from qtrain.quant.choices import find_linears
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device, choose_dtype
 from qtrain.train.settings.settings import Count

@@ -91,11 +91,14 @@ SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_rowwise": ("fp8_rowwise", {}),
     "fp8_blockwise": ("fp8_blockwise", {}),
     "int8_blockwise": ("int8_blockwise", {}),
+    "by name": ("fp8_tensorwise", {"scaling": "delayed"}),
     "bitnet": ("bitnet", {}),
     "bitnet int8 backward": ("bitnet", {"backward": "int8"}),
     "int8_weight": ("int8_weight", {}),
     "int4_weight": ("int4_weight", {}),
 }
+OVERRIDES = {"by name": {"layers.0.mlp.*": "bf16", "*.o_proj": "int8_weight", "layers.1.attn.qkv": "int8"}}
+"""--quantize_overrides."""
 OPTIMIZERS_COMPARED = ("adamw", "adamw_8bit", "adamw_4bit", "muon", "q_galore_adamw")
 MESHES = ("1x1", "1x2", "2x1", "1x3", "1x4", "2x2")
 
@@ -134,6 +137,7 @@ def train(
     settings = LanguageSettings(
         quantize=name,
         quantize_kwargs=options,
+        quantize_overrides=OVERRIDES.get(scheme),
         optim=optimizer_name,
         lr=1e-3,
         weight_decay=0.1,

@@ -14,6 +14,7 @@ from qtrain.core.config import parse
 from qtrain.data.stream import DATASETS
 from qtrain.optim import OPTIMIZERS, make_schedule
 from qtrain.quant import SCHEMES
+from qtrain.quant.scheme_map import with_overrides
 from qtrain.train.settings.settings import VisionSettings
 from tests.system import ROOT
 
@@ -41,7 +42,8 @@ def test_ours_parses(command, monkeypatch):
     settings = parse(SETTINGS[script], words if first in SETTINGS else [first, *words], script)
     # JSON objects are not looked into by the parser.
     if hasattr(settings, "quantize"):
-        SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        with_overrides(settings.quantize_overrides, scheme)
         OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
         make_schedule(settings.lr_schedule_kwargs)
     for flag in ("train_ds", "eval_ds"):

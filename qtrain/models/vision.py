@@ -19,6 +19,7 @@ from qtrain.models.execution import tag_compile_caches
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.recompute import Region, selective_contexts
+from qtrain.quant.compiled_layers import allow_kinds_of
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -146,6 +147,7 @@ def recompute_blocks(model: nn.Module, mode: str) -> None:
 def compile_vision(model: nn.Module) -> None:
     """Compile the repeated blocks in place, which share their code, or the whole model if it has none."""
     tag_compile_caches()
+    allow_kinds_of(repeated_blocks(model))
     for module in repeated_blocks(model) or [model]:
         module.compile()
 

@@ -1,9 +1,12 @@
 """Low-bit linears: what a scheme declares, how it is executed, and the swap of a model's linears."""
 
+from qtrain.quant.choices import LinearChoice, choose_linears, describe_choices
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.quantized_model import QuantizedModel
+from qtrain.quant.reassign import reassign
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
-from qtrain.quant.swap import LinearChoice, QuantizedModel, choose_linears, describe_choices, quantize_linears
+from qtrain.quant.swap import quantize_linears
 from qtrain.quant.swiglu_mlp import KEEP_ALL, MLPMemory, supports_swiglu_mlp, swiglu_mlp
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "describe_choices",
     "exported_tensors",
     "quantize_linears",
+    "reassign",
     "supports_swiglu_mlp",
     "swiglu_mlp",
 ]

@@ -6,8 +6,8 @@ The straight-through estimator passes the gradient of w' to w + scale · B·A. T
 weight's size: it is that of plain adapters (`adapted_linear.py`), at the rounded weight. So what trains is what the
 merged checkpoint computes, where plain adapters are rounded away: an update below half a code leaves no trace.
 
-w' is made where it is read, in forward and again in backward, one linear at a time: no second copy of a model's weights,
-and evaluations and recomputation see the present adapters.
+w' is made where it is read, in forward and again in backward, one linear at a time: there is no second copy of the
+weights, and evaluations and recomputation see the present adapters.
 """
 
 from typing import NamedTuple

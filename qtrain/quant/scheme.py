@@ -11,7 +11,7 @@ nothing. `execute.py` quantizes and multiplies by the declaration; the plan and 
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,15 +26,33 @@ from qtrain.tensors.quantized_tensor import OperandFormat
 
 
 class Scheme(ABC):
-    """A choice of `--quantize`. A scheme that is not a LowBitScheme swaps nothing."""
+    """A choice of `--quantize`, or a map of such choices. One that is not a LowBitScheme swaps nothing itself."""
+
+    sub_norm: bool = False
+    """Whether the input of every linear is normalized; a native decoder adds the norms that it lacks."""
+
+    keeps_codes: bool = False
+    """Whether the stored codes are those of a checkpoint, and never made of a value."""
+
+    leaves_all: bool = False
+    """Whether it leaves every linear in high precision."""
 
     @abstractmethod
     def gemm_dtypes(self) -> dict[Gemm, str]:
         """The arithmetic of each GEMM ('int8', 'fp8', 'bf16'), for the plan and the speed of light."""
 
-    def parts(self) -> list[tuple[float, "Scheme"]]:
-        """The schemes that a model's linears run in, each with its share of the weights."""
-        return [(1.0, self)]
+    def parts(self) -> list["Scheme"]:
+        """The schemes that a model's linears may run in."""
+        return [self]
+
+    def at(self, name: str) -> "Assigned":
+        """The scheme of the linear called `name`."""
+        return Assigned(self)
+
+    @property
+    def root(self) -> "Scheme":
+        """The scheme of linears that no rule of a map names."""
+        return self
 
     def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> "Scheme":
         """The scheme of a linear of this shape; head: of a model's output head."""
@@ -43,6 +61,14 @@ class Scheme(ABC):
     def for_experts(self) -> "Scheme":
         """The scheme of a linear that holds the matrices of several experts."""
         return self
+
+
+class Assigned(NamedTuple):
+    """The scheme of a linear, as a map has it."""
+
+    scheme: Scheme
+    rule: str | None = None
+    """Where a rule of the map names the linear: why it is in high precision, if the rule leaves it there."""
 
 
 class LowBitScheme(Scheme):
@@ -77,17 +103,11 @@ class LowBitScheme(Scheme):
     stored_format: str | None = None
     """The format that the weight itself is stored in (`tensors/stored_weight.py`); None: high precision."""
 
-    keeps_codes: bool = False
-    """Whether the stored codes are those of a checkpoint, and never made of a value."""
-
     packed_weight: OperandFormat | None = None
     """The format that a weight is quantized to where its GEMMs read other codes, which are unpacked from these."""
 
     latent: bool = False
     """Whether `output` multiplies other values than the weight's own, so that an export must compute them."""
-
-    sub_norm: bool = False
-    """Whether the input of every linear is normalized; a native decoder adds the norms that it lacks."""
 
     one_weight_layout: bool = False
     """Whether `grad_input` makes the transposed codes of a weight itself, from those that `output` reads

@@ -127,8 +127,7 @@ def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
 
 def has_two_layouts(scheme: Scheme) -> bool:
     """Whether `in_one_layout` leaves out a layout of some linear."""
-    schemes = [part for _, part in scheme.parts() if isinstance(part, LowBitScheme)]
-    return any(in_one_layout(part) is not part for part in schemes)
+    return any(isinstance(part, LowBitScheme) and in_one_layout(part) is not part for part in scheme.parts())
 
 
 # ---- computing them --------------------------------------------------------------------------------------------------

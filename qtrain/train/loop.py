@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from qtrain.data.stream import SKIPPED
 from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
+from qtrain.quant.scheme_map import spec_text
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
@@ -85,6 +87,8 @@ class Training:
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
         self._save_ended = False
+        # Where one scheme is for all linears, the map is no news.
+        self._told = run.quantized.assignments - bool(settings.quantize_overrides)
 
     @property
     def _metrics_path(self) -> Path:
@@ -234,6 +238,7 @@ class Training:
             "grad_norm": gradients.norm_value,
             "lr": lr,
             **self.balance.metrics(),
+            **self._changed_map(),
             self.plan.unit.many: state.tokens,
             "data": state.data,
             "mem": memory,
@@ -253,6 +258,14 @@ class Training:
             memory=memory,
             step_s=rate.step_s if rate else None,
         )
+
+    def _changed_map(self) -> dict[str, Any]:
+        """How many linears run in which scheme: at first, and whenever some have been reassigned."""
+        quantized = self.run.quantized
+        if self._told == quantized.assignments:
+            return {}
+        self._told = quantized.assignments
+        return {"schemes": dict(Counter(map(spec_text, quantized.schemes.values())))}
 
     def _between_steps(self) -> None:
         """Evaluate and save if due. Metrics of a step are written before its checkpoint."""

@@ -79,8 +79,17 @@ def test_a_low_bit_run_names_the_format_that_keeps_its_codes():
     assert load_tensors(run / "ct_int8")["model.layers.0.mlp.up_proj.weight"].element_size() == 1
 
 
-def test_a_run_in_bf16_names_none():
+def test_a_run_whose_codes_no_format_keeps_names_none():
     assert "codes " not in trained()[1]
+
+
+def test_nor_does_one_whose_sizes_do_not_fit():
+    write_model(Path("tiny.json"), hidden_size=64)
+    assert "codes " not in trained(quantize="fp8_blockwise")[1]
+
+
+def test_nor_does_one_with_adapters():
+    assert "codes " not in trained(llm_finetune, lora={"r": 2, "base": "int8"})[1]
 
 
 def test_formats_alone_and_recipes():

@@ -36,6 +36,7 @@ from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
+from qtrain.quant.scheme_map import with_overrides
 from qtrain.train.assembly.assemble import freeze_embedding
 from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.settings import LanguageSettings, VisionSettings
@@ -215,13 +216,14 @@ def _train(
     how: str = "",
     config: dict[str, Any] = ONE_LAYER,
     full_shard: bool = False,
+    overrides: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Losses of steps of two micro-batches, norms, codes and bytes sent, of each scheme. how: "compiled full"."""
     mesh, found = make_mesh(*shape, "cpu", tp), {}
     for name in schemes:
         sent.clear()
         model = model_of(config, mesh)
-        scheme = SCHEMES.make(name, options or {}, "--quantize")
+        scheme = with_overrides(overrides, SCHEMES.make(name, options or {}, "--quantize"))
         quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, **shared_weights_of(model))
         codes = {
             f"{i} {n}": t.float().tolist()
@@ -253,6 +255,15 @@ def _train(
             steps.append((gradients.loss, gradients.norm_value))
         found[name] = {"steps": steps, "codes": codes, "sent": dict(sent), "key": quantized.keys.tolist()[:1]}
     return found
+
+
+def test_linears_of_several_schemes_train_as_on_one_process():
+    """Some gather codes, some in the model's dtype; delayed scales are of all tokens."""
+    delayed = {"scheme": "fp8_tensorwise", "scaling": "delayed"}
+    overrides = {"*.down_proj": "fp8_rowwise", "*.o_proj": "bf16", "*.qkv": delayed}
+    one = _train(["int8"], (1, 1), 1, overrides=overrides)["int8"]["steps"]
+    for found in run_ranks(2, _train, ["int8"], (1, 1), 2, None, "", ONE_LAYER, False, overrides):
+        assert torch.tensor(found["int8"]["steps"]).allclose(torch.tensor(one), rtol=5e-4)
 
 
 @functools.cache

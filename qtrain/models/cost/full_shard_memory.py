@@ -107,7 +107,7 @@ def host_gradients(
     """largest_layer: elements of its linears."""
     embedding, _ = trained_ends(config, trained)
     matrix, linears, layer = config.vocab_size * config.hidden_size, layer_linears(config), element * largest_layer
-    arriving = {n.weights * low_bit.layer[name].codes_only for name, n in linears.items()}
+    arriving = {weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)}
     divided = list(_divided(config, low_bit, element, linears))
     largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
     arriving_head = max(
@@ -142,20 +142,21 @@ def _divided(
     config: ModelConfig, low_bit: LowBitBytes, element: int, divided: Iterable[str]
 ) -> Iterator[tuple[str, int, LinearBytes]]:
     """(key, elements, of what kind) of the linears of layers that are `divided`, and of a head of its own."""
-    linears = layer_linears(config)
-    for name in divided:
-        yield name, linears[name].layers * linears[name].weights, low_bit.layer[name]
+    divided = set(divided)
+    for name, count, weights, linear in low_bit.linears(config):
+        if name in divided:
+            yield name, count * weights, linear
     if not config.tie_word_embeddings:
         yield HEAD, config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element)
 
 
 def _gathered(config: ModelConfig, low_bit: LowBitBytes, divided: Collection[str], layers: int | None = None) -> float:
-    """What `layers` layers read of their `divided` linears, in full; None: all of them."""
-    return sum(
-        min(n.layers, layers or n.layers) * n.weights * _in_full(low_bit.layer[name])
-        for name, n in layer_linears(config).items()
-        if name in divided
-    )
+    """What `layers` layers read of their `divided` linears, in full, at most; None: all of them."""
+    sizes: dict[str, list[float]] = {}
+    for name, count, weights, linear in low_bit.linears(config):
+        if name in divided:
+            sizes.setdefault(name, []).extend([weights * _in_full(linear)] * count)
+    return sum(sum(sorted(of_name, reverse=True)[:layers]) for of_name in sizes.values())
 
 
 def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, kept: float) -> dict[str, int]:

@@ -22,7 +22,8 @@ layers are divided over GPUs too, they are those outside of layers, and no sums 
 Where layers' inputs are in host memory (`models/native/residual_offload.py`), all but that of the last layer leave the
 device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
 
-Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most.
+Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most;
+of several ranks their sums are there (`parallel/sharding/gradients.py`), which the optimizer's step has on the device.
 Where MLPs run in chunks of t tokens (`models/native/mlp_chunks.py`), a layer's own tensors are those of attention, of
 all tokens; the stream after attention, whose memory its gradient takes over; and either those of the MLP and of its
 backward, of t tokens, or attention's temporaries. Several chunks add the gradients of the MLP's weights in fp32.
@@ -32,6 +33,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients
@@ -205,20 +207,23 @@ def estimate_memory(
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
     def tensors(kind: LayerKind, kinds: Kinds) -> dict[str, float]:
-        saved = saved_per_token(config, kinds, step.compiled, step.element, low_bit, kind.rows)
+        saved = saved_per_token(config, kinds, step.compiled, step.element, kind.low_bit, kind.rows)
         return trained.kept(saved, step.element, kind.rows, kinds)
 
     def kept(kind: LayerKind, kinds: Kinds) -> float:
         return sum(tensors(kind, kinds).values())
 
-    kinds = layer_kinds(config, step.tokens)
-    saved = {kind: kept(kind, step.recompute) for kind in kinds}
-    # Bytes per token that come back while a layer is computed again.
-    recomputed = max(0.0, *(kept(kind, frozenset()) - saved[kind] for kind in kinds))
-    in_mlp = 0.0
-    if step.mlp_chunks:
-        of_mlp = mlp_tensors(config, step.compiled, step.element, low_bit)
-        in_mlp = sum(size for name, size in tensors(kinds[0], frozenset()).items() if name in of_mlp)
+    kinds = layer_kinds(config, step.tokens, low_bit)
+    saved = [kept(kind, step.recompute) for kind in kinds]
+
+    def in_backward(kind: LayerKind, own: float) -> float:
+        # Bytes per token that come back while a layer is computed again.
+        recomputed, in_mlp = max(0.0, kept(kind, frozenset()) - own), 0.0
+        if step.mlp_chunks:
+            of_mlp = mlp_tensors(config, step.compiled, step.element, kind.low_bit)
+            in_mlp = sum(size for name, size in tensors(kind, frozenset()).items() if name in of_mlp)
+        return _backward_bytes(config, step, kind.low_bit, trained, recomputed, in_mlp)
+
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
@@ -228,7 +233,7 @@ def estimate_memory(
     built = weights - trained.added_bytes(step.element)
     build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
     loss = _loss_bytes(config, step, low_bit, trained)
-    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed, in_mlp)
+    in_layer, in_head = max(map(in_backward, kinds, saved)), _head_backward_bytes(config, step, low_bit, trained)
     head_bytes = step.element * _head_elements(config, trained)
     if reshards:
         full = full_shard_memory(
@@ -246,7 +251,12 @@ def estimate_memory(
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
-    if step.gradients_on_host:
+        master_bytes = 0 if sums else master_bytes  # rounded in the memory of the sums
+    of_ranks, streams = (step.gradients_on_host and kind for kind in (reshards and share.states < 1, share.states == 1))
+    if of_ranks:
+        at_step, held = round(trained.bytes * share.states) + PIECE_BYTES, PIECE_BYTES
+        gradients = PIECE_BYTES + full.last
+    elif streams:
         moved = host_gradients(config, step.element, low_bit, trained, largest_layer=_largest_layer(config))
         stays = trained.bytes - moved.sums
         at_step, held = stays + moved.buffer, moved.buffer + (stays if step.accumulates else 0)
@@ -255,8 +265,8 @@ def estimate_memory(
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
         on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
-    if step.gradients_on_host:
-        on_host["gradients"] = moved.sums
+    if of_ranks or streams:
+        on_host["gradients"] = full.sums if of_ranks else moved.sums
     residual = step.tokens * config.hidden_size * step.element
     residuals = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if residuals:
@@ -268,13 +278,14 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
-        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - residuals,
+        activations=round(step.tokens * sum(kind.count * own for kind, own in zip(kinds, saved, strict=True)))
+        - residuals,
         loss=round(loss),
         backward=round(backward),
         at_end=round(at_end),
         workspace=CUDA_WORKSPACE,
         held=held,
-        one_layer=round(step.tokens * max(saved.values())),
+        one_layer=round(step.tokens * max(saved)),
         build=build,
         at_step=at_step,
         step=round(step_bytes * share.states + master_bytes),
@@ -295,7 +306,7 @@ def _build_bytes(
         stays = linear.weight == element and not (sharded and linear.codes_only)
         return max(drawn - linear.codes, 0) if stays else element + 4
 
-    sizes = [n.weights * besides(low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    sizes = [weights * besides(linear) for _, _, weights, linear in low_bit.linears(config)]
     count = count_parameters(config)
     outside = element * (count.total - count.linear)
     if low_bit.head is not None and not config.tie_word_embeddings:
@@ -306,7 +317,7 @@ def _build_bytes(
 
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
-    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    linears = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config)]
     # Against a plain linear: its weight may be smaller, and there are codes beside it.
     added = sum(size * (linear.weight - element + linear.codes) for size, linear in linears)
     if low_bit.head is not None:
@@ -323,7 +334,7 @@ def _master_bytes(
     master on one rank."""
     if share == 1:
         return 0
-    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    linears = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config)]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
@@ -361,11 +372,11 @@ def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
 
 def _backward_bytes(
     config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float, of_mlp: float
-) -> tuple[float, float]:
-    """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
+) -> float:
+    """Of a layer, without the head's gradient. low_bit: of this layer. recomputed: bytes per token of its own tensors
     that backward computes again; of_mlp: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
-    element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
+    element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
     # gate_up and of its activation, once down's input, as large as the latter, is freed; or attention's in fp32, with
     # keys and values expanded to all query heads, once all that the MLP kept is freed.
@@ -393,9 +404,13 @@ def _backward_bytes(
         if not rows:
             in_attention -= (inner + c) * element + 2 * inner * of_gate_up
         in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
-    in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
-    in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
-    return in_layer, in_head
+    return in_layer + max(weights * linear.temporary for _, _, weights, linear in low_bit.linears(config))
+
+
+def _head_backward_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    element, head = step.element, _head_elements(config, trained)
+    of_hidden = step.tokens * config.hidden_size * (2 * element + 4)
+    return of_hidden + head * (_head_gradient_element(step, low_bit) + element)
 
 
 def _largest_partition(config: ModelConfig) -> int:

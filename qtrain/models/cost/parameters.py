@@ -20,6 +20,11 @@ def linear_key(name: str) -> str:
     return own if owner in ("attn", "mlp") else f"{owner}.{own}"
 
 
+def layer_index(name: str) -> int:
+    """The number of a linear's layer: layers.3.attn.qkv -> 3."""
+    return int(name.split(".")[1])
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
     """Numbers of parameters. A tied embedding counts once."""

@@ -68,7 +68,8 @@ Latent attention, with qkv_a's width A of which latent vectors are N, and V for 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from qtrain.kernels.grouped.token_permutation import padded_rows
@@ -103,13 +104,35 @@ class LowBitBytes:
     """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
     down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it; swiglu_codes:
     the operator that computes down's input writes codes alone; gate_up_8bit: backward reads gate_up's output in 8
-    bits."""
+    bits. layers: of each layer with the linears that it has, where layers are not alike; () where all are as `layer`
+    says."""
 
     layer: Mapping[str, LinearBytes]
     head: LinearBytes | None = None
     down_input_recomputed: bool = False
     swiglu_codes: bool = False
     gate_up_8bit: bool = False
+    layers: tuple["LowBitBytes", ...] = ()
+
+    def linears(self, config: ModelConfig) -> Iterator[tuple[str, int, int, LinearBytes]]:
+        """(key, how many, weights of each, bytes) of the layers' linears; where layers are not alike, those of a key
+        more than once."""
+        for name, linear in layer_linears(config).items():
+            of_layers = Counter(layer.layer[name] for layer in self.layers if name in layer.layer)
+            if not self.layers and name in self.layer:
+                of_layers[self.layer[name]] = linear.layers
+            for found, count in of_layers.items():
+                yield name, count, linear.weights, found
+
+    def per_layer(self, config: ModelConfig) -> list[tuple[int, bool, "LowBitBytes"]]:
+        """(how many, whether they are mixtures, bytes) of layers that are alike."""
+        routed = set(config.moe_layers)
+        if not self.layers:
+            counts = (config.num_hidden_layers - len(routed), False), (len(routed), True)
+            return [(count, kind, self) for count, kind in counts if count]
+        layers = [(index in routed, layer) for index, layer in enumerate(self.layers)]
+        distinct = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
+        return [(layers.count(layer), *layer) for layer in distinct]
 
     @classmethod
     def plain(cls, element: int) -> "LowBitBytes":
@@ -118,17 +141,18 @@ class LowBitBytes:
 
 
 class LayerKind(NamedTuple):
-    """`count` layers that are alike. rows: per token that a mixture's experts compute, with padding; 0: a plain MLP."""
+    """`count` layers that are alike. rows: per token that a mixture's experts compute, with padding; 0: a plain MLP.
+    low_bit: the bytes of their linears."""
 
     count: int
-    rows: float = 0.0
+    rows: float
+    low_bit: LowBitBytes
 
 
-def layer_kinds(config: ModelConfig, tokens: int) -> list[LayerKind]:
+def layer_kinds(config: ModelConfig, tokens: int, low_bit: LowBitBytes) -> list[LayerKind]:
     """The layers of a model that reads micro-batches of this many tokens."""
-    routed = len(config.moe_layers)
-    kinds = [LayerKind(config.num_hidden_layers - routed), LayerKind(routed, rows_per_token(config, tokens))]
-    return [kind for kind in kinds if kind.count]
+    rows = rows_per_token(config, tokens)
+    return [LayerKind(count, rows if routed else 0.0, own) for count, routed, own in low_bit.per_layer(config)]
 
 
 def rows_per_token(config: ModelConfig, tokens: int) -> float:

@@ -8,7 +8,7 @@ weights, and what is not kept is computed again. What all settings have in commo
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes
 from qtrain.models.cost.memory import StepShape
-from qtrain.models.cost.parameters import count_parameters, layer_linears
+from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
@@ -34,8 +34,14 @@ def moved_bytes(
 
 def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
-    read = count_parameters(config).total * (2.0 if any(n.codes for n in low_bit.layer.values()) else 2 * step.element)
-    remade = sum(n.layers * n.weights * low_bit.layer[name].remade for name, n in layer_linears(config).items())
+    linears = list(low_bit.linears(config))
+    total, plain = count_parameters(config).total, 0
+    if any(linear.codes for *_, linear in linears):
+        plain = sum(count * weights for _, count, weights, linear in linears if not linear.codes) * bool(low_bit.layers)
+        read = 2.0 * (total - plain) + 2 * step.element * plain
+    else:
+        read = 2.0 * step.element * total
+    remade = sum(count * weights * linear.remade for _, count, weights, linear in linears)
     # Gradients are written; where they accumulate, the sum is read too.
     return read + remade + trained.bytes * (2 if step.accumulates else 1)
 
@@ -54,14 +60,15 @@ def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     if chunks == 1 or config.moe_layers:
         return 0.0
     of_chunk = 0.0
-    for name in ("gate_up", "down_proj"):
-        linear, weights = low_bit.layer[name], layer_linears(config)[name].weights
-        # Read by the forward pass, again in the backward pass, and by that itself; what is dequantized is written too.
-        of_chunk += 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
+    for name, count, weights, linear in low_bit.linears(config):
+        if name in ("gate_up", "down_proj"):
+            # Read by the forward pass, again in the backward pass, and by that itself; what is dequantized is written
+            # too.
+            of_chunk += count * 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
     # The sum in fp32 is read and written, and a chunk's gradient is a tensor of its own before that.
-    of_chunk += trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
+    of_chunk += config.num_hidden_layers * trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
     # One chunk moves what an MLP without chunks moves.
-    return (chunks - 1) * config.num_hidden_layers * of_chunk
+    return (chunks - 1) * of_chunk
 
 
 def _residuals(config: ModelConfig, step: StepShape) -> float:
@@ -78,8 +85,8 @@ def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> f
     def kept(recompute: Kinds) -> float:
         return sum(
             kind.count
-            * sum(saved_per_token(config, recompute, step.compiled, step.element, low_bit, kind.rows).values())
-            for kind in layer_kinds(config, step.tokens)
+            * sum(saved_per_token(config, recompute, step.compiled, step.element, kind.low_bit, kind.rows).values())
+            for kind in layer_kinds(config, step.tokens, low_bit)
         )
 
     if not step.recompute:

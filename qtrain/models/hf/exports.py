@@ -18,7 +18,7 @@ from qtrain.models.hf.io import Tokenizer, export_hf
 from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes, export_quantized
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
-from qtrain.quant.swap import LinearChoice
+from qtrain.quant.choices import LinearChoice
 
 
 def left_by_training(choices: Iterable[LinearChoice]) -> frozenset[str]:

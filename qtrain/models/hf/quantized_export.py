@@ -23,6 +23,7 @@ from qtrain.models.hf.source import ModelSource
 from qtrain.models.hf.tensor_files import write_tensors
 from qtrain.models.native.decoder import Decoder
 from qtrain.quant import LowBitLinear
+from qtrain.quant.choices import shared_weights
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.export_codes import (
     Rows,
@@ -33,7 +34,7 @@ from qtrain.quant.export_codes import (
     trained_codes,
     why_not_held,
 )
-from qtrain.quant.swap import shared_weights
+from qtrain.quant.merged_linear import MergedLinear
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -44,20 +45,24 @@ HEAD = "lm_head"
 class HeldCodes:
     """What became of the weights in an export."""
 
-    equal: int = 0
-    """Matrices with the codes that training multiplied with."""
-    new: Counter[str] = field(default_factory=Counter)
-    """Why others have codes that the export made -> how many."""
+    why_new: dict[str, str | None] = field(default_factory=dict)
+    """Each matrix, by name -> why its codes are new; None: they are those that training multiplied with."""
 
     @property
     def matrices(self) -> int:
-        return self.equal + self.new.total()
+        return len(self.why_new)
+
+    @property
+    def equal(self) -> int:
+        """Matrices with the codes that training multiplied with."""
+        return sum(why is None for why in self.why_new.values())
 
     def describe(self) -> str:
         """A line for the log."""
-        if not self.new:
+        if self.equal == self.matrices:
             return f"all {self.matrices:,} matrices hold the codes that training multiplied with"
-        why = "; ".join(f"{count:,} x {reason}" for reason, count in self.new.items())
+        reasons = Counter(why for why in self.why_new.values() if why is not None)
+        why = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.items())
         return f"{self.equal:,} of {self.matrices:,} matrices hold the codes that training multiplied with; new: {why}"
 
 
@@ -119,14 +124,15 @@ class WeightsInCodes:
         return entry.of(self.high_precision(entry.name))
 
     def codes(self, entry: TensorSlice) -> QuantizedTensor:
-        """A matrix in codes, and a count of whose they are."""
+        """A matrix in codes; `held` then says whose they are."""
         rows, wanted = Rows(entry.start, entry.start + self.shape(entry)[0], self.shape(entry)[1]), self.fmt.weight
         trained = self._trained(entry.name)
         for codes in trained:
             if (held := take_rows(codes, rows, wanted)) is not None:
-                self.held.equal += 1
+                self.held.why_new[entry.hf_name] = None
                 return held
-        self.held.new[self._why_new(trained)] += 1
+        merged = isinstance(linear := self._linears[entry.name], MergedLinear) and linear.trained == wanted
+        self.held.why_new[entry.hf_name] = None if merged else self._why_new(trained)
         if wanted.fmt == "ternary":  # each tensor by itself: those of another model may differ in scale
             if not is_ternary(self.plain(entry)):
                 raise UserError(
@@ -143,7 +149,11 @@ class WeightsInCodes:
         return trained_codes(linear) if isinstance(linear, LowBitLinear) else []
 
     def _why_new(self, trained: list[QuantizedTensor]) -> str:
-        return why_not_held(trained[0].format, self.fmt.weight) if trained else "trained in high precision"
+        if not trained:
+            return "trained in high precision"
+        why = why_not_held(trained[0].format, self.fmt.weight)
+        assert why is not None, "codes that the format holds were not taken"
+        return why
 
 
 def export_quantized(

@@ -24,11 +24,11 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.arguments import LinearArguments
+from qtrain.quant.choices import LinearChoice
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.swap import LinearChoice
 from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
@@ -188,8 +188,9 @@ def describe_inputs(linears: Sequence[LinearChoice]) -> str:
 def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -> str:
     """The plan's line on what ranks send each other for their experts."""
     inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
-    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
+    codes = sum(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
     how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
+    how += f" in {codes} of {len(inputs)} layers" * (0 < codes < len(inputs))
     return (
         f"experts {experts // ranks} of {experts} on each process; tokens are gathered "
         f"{how}, sums and gradients travel in the model's dtype"

@@ -34,7 +34,8 @@ from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.layers.tensor_parallel import TPMLP, Stream, TPAttention, TPEmbedding, TPMoE, TPOutput, TPRMSNorm
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant.swap import LinearChoice, SharedWeight
+from qtrain.quant.choices import LinearChoice
+from qtrain.quant.quantized_model import SharedWeight
 from qtrain.tensors.partition import Partition
 
 Kind = Literal["column", "row", "vocab", "heads", "expert"]

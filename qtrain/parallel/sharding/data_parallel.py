@@ -27,7 +27,7 @@ from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_code
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
 from qtrain.quant import QuantizedModel
-from qtrain.quant.swap import shared_weights
+from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
 
@@ -58,7 +58,8 @@ class DataParallel:
     that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
     in the order in which they run, those whose weights and gradients exist in full only while they do; where the mesh
     does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that train
-    too, and the sums of their gradients. partitions: with the optimizer in the backward pass, the parameters that are
+    too. host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
+    partitions: with the optimizer in the backward pass, the parameters that are
     updated together; those of a unit are one."""
 
     def __init__(
@@ -95,7 +96,8 @@ class DataParallel:
         # Experts have a mesh of their own: the ranks that hold the same ones.
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
-        moved = _matrices(model, units, train=True) if host_gradients else []
+        host_weights = host_gradients and mesh.world == 1
+        moved = _matrices(model, units, train=True) if host_weights else []
         names, place = {name for name, _ in moved}, {name: place for place, (name, _) in enumerate(trained)}
         self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
         self.parameters += offload_parameters(moved, mesh)
@@ -127,8 +129,9 @@ class DataParallel:
                 by_machine=not deterministic,
                 wire=wire,
                 seed=seed,
+                on_host=self._device if host_gradients else None,
             )
-        self._host = HostGradients(groups, self._device) if host_gradients else None
+        self._host = HostGradients(groups, self._device) if host_weights else None
         self.after_unit: Callable[[int], None] = self.reduce_group
         """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
         self._weights = ModelWeights(
@@ -142,6 +145,8 @@ class DataParallel:
             reduce=lambda unit: self.after_unit(unit),
         )
         self._full_shard = self._weights.full_shard
+        if units or any(s.master is not s.parameter for s in self.parameters):
+            quantized.fixed = "weights, or codes of them, are gathered from the ranks' masters or from host memory"
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
@@ -191,7 +196,7 @@ class DataParallel:
         if self._parts is not None:
             self._parts.complete_gradients(index)
         if self._reduction is not None:
-            self._reduction.add_group(index, self._micro_step(self._index))
+            self._reduction.add_group(index, self._micro_step(self._index), first=self._index == 0)
         if self._host is not None:
             self._host.add_group(index, first=self._index == 0)
 

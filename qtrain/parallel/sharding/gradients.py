@@ -3,8 +3,12 @@
 A ring adds in bf16 and in an order that depends on the ring. Here every micro-batch's gradient is rounded once, the sum
 once more, and the order of additions is that of the micro-batches: rank r's a-th micro-batch is number
 a * ranks + r of the step. Added after every micro-batch (`every_micro_batch`), the sum is the same for any number of
-ranks, bit for bit. That costs an all-to-all per micro-batch and an fp32 copy of the shard; without it ranks add their
-own micro-batches in the gradients' dtype, as one GPU does, and meet once per step.
+ranks, bit for bit. That costs an all-to-all per micro-batch and an fp32 copy of the shard, in whose memory the sum is
+rounded at the end; without it ranks add their own micro-batches in the gradients' dtype, as one GPU does, and meet once
+per step.
+
+The sums may be in host memory (`on_host`): each comes to the device in pieces, through one small buffer, to be added to
+and returns; at the end of a step the masters get it rounded, on the device. The same sums, bit for bit.
 
 Parameters may come in groups, which are added one by one: of full sharding each block is a group, whose gradients are
 sent and freed as soon as its backward pass is over.
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
+from qtrain.core.host_memory import PIECE_BYTES, host_tensor_like
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GradientWire
@@ -36,7 +41,8 @@ from qtrain.parallel.sharding.shards import Sharded, by_mesh
 class GradientReduction:
     """Moves the gradients of groups of parameters to their masters. All ranks make the same calls in the same order.
 
-    by_machine: add inside machines first, if there are several."""
+    by_machine: add inside machines first, if there are several; on_host: sums of micro-batches are in host memory, from
+    which this device adds to them."""
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class GradientReduction:
         by_machine: bool = True,
         wire: GradientWire | None = None,
         seed: int = 0,
+        on_host: torch.device | None = None,
     ):
         # Else a step adds once, and the masters' own gradients hold the sum.
         self._keeps_sums = every_micro_batch
@@ -59,28 +66,63 @@ class GradientReduction:
         ]
         self._buckets = [bucket for group in self._groups for bucket in group]
         self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
+        self._device, self._piece = on_host, None
+        if on_host is not None:
+            self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
-    def add_group(self, index: int, micro_step: int = 0) -> None:
+    @property
+    def host_sums(self) -> list[Tensor]:
+        """The sums that are in host memory."""
+        return [] if self._device is None else [bucket.sums for bucket in self._buckets if bucket.sums is not None]
+
+    def add_group(self, index: int, micro_step: int = 0, *, first: bool = True) -> None:
         """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
-        micro-batch in the run, which keys random bits."""
+        micro-batch in the run, which keys random bits; first: of a step."""
         for bucket in self._groups[index]:
             # Every message of a step draws bits of its own: neighboring buckets are `messages` numbers apart.
             number = bucket.first_number + self._buckets.index(bucket) * self._messages
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
-                if bucket.sums is None:
-                    bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)  # [n], of this rank's part alone
-                add_in_order(bucket.sums, received)
+                self._add(bucket, received, first)
             else:
                 # Rank 0's term first: the order of a process alone.
                 bucket.give(add_in_order(received[0].float(), received[1:]))
 
+    def _add(self, bucket: "_Bucket", received: Tensor | list[Tensor], first: bool) -> None:
+        """received: terms [n] of this rank's part alone, for its sum."""
+        if bucket.sums is None:
+            shape = torch.empty_like(received[0], dtype=torch.float32, device="meta")
+            if self._device is None:
+                bucket.sums = torch.empty_like(shape, device=received[0].device)
+            else:
+                bucket.sums = host_tensor_like(shape, self._device)
+        if self._device is None:
+            add_in_order(bucket.sums.zero_() if first else bucket.sums, received)
+            return
+        for start, sums in self._pieces(bucket):
+            # One stream copies in, adds and copies out: the buffer's last piece has left when the next one arrives.
+            piece = self._piece[: len(sums)]
+            piece.zero_() if first else piece.copy_(sums, non_blocking=True)
+            add_in_order(piece, [term[start : start + len(sums)] for term in received])
+            sums.copy_(piece, non_blocking=True)
+
+    def _pieces(self, bucket: "_Bucket") -> Iterator[tuple[int, Tensor]]:
+        """The first element of each piece of a sum, and the piece."""
+        length = len(self._piece)
+        return ((start, bucket.sums[start : start + length]) for start in range(0, len(bucket.sums), length))
+
     def finish(self) -> None:
-        """Give the masters the sums since the last call as gradients."""
-        if self._keeps_sums:
-            for bucket in self._buckets:
-                bucket.give(bucket.sums)
-                bucket.sums.zero_()
+        """Give the masters the sums of a step as gradients, which are valid until the next one's first addition."""
+        for bucket in self._buckets if self._keeps_sums else ():
+            bucket.give(self._rounded(bucket))
+
+    def _rounded(self, bucket: "_Bucket") -> Tensor:
+        if self._device is None:
+            return rounded_in_place(bucket.sums, bucket.dtype)
+        out = torch.empty(len(bucket.sums), dtype=bucket.dtype, device=self._device)
+        for start, sums in self._pieces(bucket):
+            out[start : start + len(sums)] = self._piece[: len(sums)].copy_(sums, non_blocking=True)
+        return out
 
 
 @dataclass(frozen=True)
@@ -104,7 +146,7 @@ class _Bucket:
         self._members, self._mesh, self._wire = members, mesh, wire
         self.messages, self.first_number = mesh.dp_size, FIRST_NUMBER + mesh.tp_rank * RANK_RNG_OFFSET
         self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
-        self._dtype = members[0].parameter.dtype
+        self.dtype = members[0].parameter.dtype
         lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]  # of each shard
         parts = [  # of every rank: its part of its shard
             (length * r // mesh.replicate, length * (r + 1) // mesh.replicate)
@@ -144,7 +186,7 @@ class _Bucket:
             received = self._send(stage, message, terms, key)
             # Inside a machine first, over NVLink; of its sum one rank alone sends each part to the other machines.
             message = add_in_order(received[0].float(), received[1:])
-            message = message.to(self._dtype) if self._wire is None else message
+            message = message.to(self.dtype) if self._wire is None else message
         return self._send(last, message, terms, key)
 
     def _send(self, stage: _Stage, message: Tensor, terms: int, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
@@ -182,8 +224,9 @@ class _Bucket:
         return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
 
     def give(self, part: Tensor) -> None:
-        """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
-        part = part.to(self._dtype, copy=self.sums is not None)  # those are added to in the next step
+        """Set the masters' gradients from this rank's part of its shard, summed in fp32 and rounded here if it is not
+        yet."""
+        part = part.to(self.dtype)
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
             # Replicas have summed a part each: a reduce-scatter over all, then an all-gather among those of a shard.
@@ -193,6 +236,24 @@ class _Bucket:
             ends.append(ends[-1] + m.bounds[self._mesh.shard_rank + 1] - m.bounds[self._mesh.shard_rank])
         for m, (low, high) in zip(self._members, pairwise(ends), strict=True):
             m.set_gradient(part[low:high])
+
+
+ROUNDED_AT_ONCE = 2**22
+"""Elements of a sum whose rounded values are allocated."""
+
+
+def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """sums fp32 [n] rounded to a 16-bit dtype, in the first half of their memory; sums themselves if dtype is fp32."""
+    if dtype == sums.dtype:
+        return sums
+    out, start = sums.view(dtype)[: len(sums)], min(ROUNDED_AT_ONCE, len(sums))
+    out[:start] = sums[:start].to(dtype)
+    while start < len(sums):
+        # Twice as many elements as before are written to [2 * start, 4 * start) bytes: values that were read before.
+        stop = min(2 * start, len(sums))
+        out[start:stop].copy_(sums[start:stop])
+        start = stop
+    return out
 
 
 def _pieces(members: Sequence[Sharded], shard: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
-from qtrain.quant.swap import shared_weights
+from qtrain.quant.choices import shared_weights
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight

@@ -8,16 +8,18 @@ of input and gradient, and the weight's quantization divided by the micro-batche
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from qtrain.core.errors import UserError
+from qtrain.quant.choices import find_linears
 from qtrain.quant.grouped_linear import groups_of
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
-from qtrain.quant.swap import find_linears, quantize_linears
+from qtrain.quant.scheme_map import SchemeMap
+from qtrain.quant.swap import quantize_linears
 from qtrain.quant.tensor_roles import Gemm
 
 Shape = tuple[int, int]
@@ -41,17 +43,12 @@ class Auto(Scheme):
     def gemm_dtypes(self) -> dict[Gemm, str]:
         raise AssertionError("choose_per_shape resolves auto first")
 
-    def parts(self) -> list[tuple[float, Scheme]]:
-        raise AssertionError("choose_per_shape resolves auto first")
-
-    def schemes(self) -> dict[str, Scheme]:
-        """The candidates, by name. UserError for a scheme that changes more than speed."""
+    def schemes(self, others: Iterable[str] = ()) -> dict[str, Scheme]:
+        """The candidates and `others`, by name. UserError for a scheme that changes more than speed."""
         flag = "--quantize_kwargs.candidates"
         if not self.candidates:
             raise UserError(f"{flag}: the list is empty; name at least one scheme.")
-        made = {
-            name: SCHEMES.make(name, {}, flag) for name in dict.fromkeys((*self.candidates, *self.former().values()))
-        }
+        made = {name: SCHEMES.make(name, {}, flag) for name in dict.fromkeys((*self.candidates, *others))}
         for name, scheme in made.items():
             low_bit = isinstance(scheme, LowBitScheme)
             if isinstance(scheme, Auto) or (low_bit and (scheme.latent or scheme.stored_format is not None)):
@@ -63,70 +60,58 @@ class Auto(Scheme):
         return self.chosen or {}
 
 
-@dataclass(frozen=True)
-class PerShape(Scheme):
-    """`auto` resolved: a scheme for each linear shape."""
-
-    taken: dict[Shape, str]
-    schemes: dict[str, Scheme]
-    counts: dict[Shape, int]
-
-    def gemm_dtypes(self) -> dict[Gemm, str]:
-        largest = max(self.taken, key=lambda shape: shape[0] * shape[1] * self.counts[shape])
-        return self.for_linear(*largest).gemm_dtypes()
-
-    def parts(self) -> list[tuple[float, Scheme]]:
-        weights = {shape: shape[0] * shape[1] * count for shape, count in self.counts.items()}
-        total = sum(weights.values())
-        return [(weights[shape] / total, self.for_linear(*shape)) for shape in self.taken]
-
-    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> Scheme:
-        return self.schemes[self.taken[in_features, out_features]].for_linear(in_features, out_features, head=head)
-
-    def as_json(self) -> dict[str, str]:
-        """For `chosen`, so that a resumed run takes the same schemes."""
-        return {_text(shape): name for shape, name in self.taken.items()}
-
-
 def _text(shape: Shape) -> str:
     return f"{shape[0]} -> {shape[1]}"
 
 
-def linear_shapes(model: nn.Module, leave: nn.Module | None = None, min_size: int = 0) -> dict[Shape, int]:
-    """The number of linears of each shape, except `leave` and those with fewer than `min_size` in- or out-features. The
-    experts of a mixture count as one linear of one expert's shape: they are timed as that, over all tokens."""
-    counts: dict[Shape, int] = {}
-    for linear in find_linears(model):
+def linear_shapes(
+    model: nn.Module, leave: Callable[[str, nn.Module], bool] = lambda name, linear: False, min_size: int = 0
+) -> dict[Shape, list[str]]:
+    """The names of the linears of each shape, except those to `leave` and those with fewer than `min_size` in- or
+    out-features. The experts of a mixture count as one linear of one expert's shape: they are timed as that, over all
+    tokens."""
+    shapes: dict[Shape, list[str]] = {}
+    for linear, names in find_linears(model).items():
         shape = (linear.in_features, linear.out_features // groups_of(linear))
-        if linear is not leave and min(shape) >= min_size:
-            counts[shape] = counts.get(shape, 0) + 1
-    return counts
+        if min(shape) >= min_size and not leave(names[0], linear):
+            shapes.setdefault(shape, []).append(names[0])
+    return shapes
+
+
+def scheme_per_shape(scheme: Auto, shapes: Mapping[Shape, Sequence[str]], chosen: Mapping[str, str]) -> SchemeMap:
+    """`auto` resolved: a rule for each linear of `shapes`. chosen: by shape, as `choose_per_shape` returns it."""
+    made = scheme.schemes(chosen.values())
+    rules = tuple((name, made[chosen[_text(shape)]]) for shape, names in shapes.items() for name in names)
+    return SchemeMap(scheme, rules, "the fastest in high precision")
 
 
 def choose_per_shape(
     scheme: Auto,
-    counts: Mapping[Shape, int],
+    shapes: Mapping[Shape, Sequence[str]],
     *,
     tokens: int,
     accumulation: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[PerShape, list[str]]:
-    """The fastest candidate for each shape, and the lines of a table; shapes in `scheme.chosen` are not timed again.
+) -> tuple[dict[str, str], list[str]]:
+    """The fastest candidate for each shape, for `chosen`, and the lines of a table; shapes in `scheme.chosen` are not
+    timed again.
 
     tokens: per micro-batch. accumulation: micro-batches per step, which share one quantization of the weight.
     """
-    schemes, former = scheme.schemes(), scheme.former()
-    taken: dict[Shape, str] = {}
+    former = scheme.former()
+    schemes = scheme.schemes(former.values())
+    taken: dict[str, str] = {}
     names = list(dict.fromkeys(scheme.candidates))
-    width = max(len(_text(shape)) for shape in counts) if counts else 0
+    width = max(len(_text(shape)) for shape in shapes) if shapes else 0
     lines = [f"auto    ms of forward and backward, {tokens:,} tokens: {', '.join(names)}"]
     why: dict[str, str] = {}
-    if any(_text(shape) not in former for shape in counts):
+    if any(_text(shape) not in former for shape in shapes):
         warm_up(dtype, device)
-    for shape, count in counts.items():
-        if _text(shape) in former:
-            taken[shape] = former[_text(shape)]  # a resumed run: timings differ from run to run, its schemes may not
+    for shape, linears in shapes.items():
+        text = _text(shape)
+        if text in former:
+            taken[text] = former[text]  # a resumed run: timings differ from run to run, its schemes may not
             shown = "chosen earlier"
         else:
             times: dict[str, float] = {}
@@ -138,12 +123,12 @@ def choose_per_shape(
                 else:
                     why[name] = refusal
             if not times:
-                raise UserError(f"--quantize_kwargs.candidates: none can run a linear {_text(shape)}; add 'bf16'.")
-            taken[shape] = min(times, key=times.__getitem__)
+                raise UserError(f"--quantize_kwargs.candidates: none can run a linear {text}; add 'bf16'.")
+            taken[text] = min(times, key=times.__getitem__)
             shown = "  ".join(f"{times[name]:8.3f}" if name in times else f"{'-':>8}" for name in names)
-        lines.append(f"        {count:4d} x {_text(shape):{width}}  {shown}  {taken[shape]}")
+        lines.append(f"        {len(linears):4d} x {text:{width}}  {shown}  {taken[text]}")
     lines += [f"        {name}: {reason}" for name, reason in why.items()]
-    return PerShape(taken, schemes, dict(counts)), lines
+    return taken, lines
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:

@@ -11,5 +11,7 @@ from qtrain.quant.tensor_roles import Gemm
 class Bf16(Scheme):
     """none: every linear runs in the weights' own dtype (bf16 by default on a GPU)"""
 
+    leaves_all = True
+
     def gemm_dtypes(self) -> dict[Gemm, str]:
         return {"output": "bf16", "grad_input": "bf16", "grad_weight": "bf16"}

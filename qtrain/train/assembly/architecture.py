@@ -13,7 +13,8 @@ from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.quant import LinearChoice, Scheme
-from qtrain.quant.swap import NO_NAMES, SharedWeight
+from qtrain.quant.choices import NO_NAMES
+from qtrain.quant.quantized_model import SharedWeight
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings

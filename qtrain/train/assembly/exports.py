@@ -1,5 +1,6 @@
 """The export of a run: a folder for each format of --export_format, and lines that say what is in them."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 from torch import nn
 
 from qtrain.core.config import as_dict
+from qtrain.core.errors import UserError
 from qtrain.core.hub import check_push, push_folder
 from qtrain.core.process import command_line
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.models import ModelSource, check_exports, export_as, keeping, left_by_training, read_formats
+from qtrain.models import EXPORT_FORMATS, ModelSource, check_exports, export_as, keeping, left_by_training, read_formats
 from qtrain.quant import LinearChoice
 from qtrain.train.assembly.model_card import ModelCard, device_name
 from qtrain.train.assembly.prepare import Prepared
@@ -49,7 +51,8 @@ def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tok
     """Write RUN/FORMAT for each format. model: with the weights to export, of one process, or as `export_hf` takes
     others. Returns lines for the log."""
     settings, folder = prepared.settings, run.folder.path
-    whose = whose_weights(run, adapted=getattr(settings, "lora", None) is not None)
+    adapted = getattr(settings, "lora", None) is not None
+    whose = whose_weights(run, adapted=adapted)
     source = prepared.architecture.source
     hardware = device_name(prepared.device, prepared.geometry.devices)
     card = ModelCard.of_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)
@@ -64,11 +67,21 @@ def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tok
     )
     if any(name != "hf" for name in settings.export_format):
         lines += whose
-    schemes = {choice.scheme for choice in prepared.linears if choice.scheme is not None}
-    if set(settings.export_format) == {"hf"} and (names := keeping(schemes)):
-        again = f"{command_line('-m qtrain export')} {folder} --format {names[0]}"
+    if set(settings.export_format) == {"hf"} and not adapted and (name := _keeping_format(prepared)):
+        again = f"{command_line('-m qtrain export')} {folder} --format {name}"
         lines.append(f"codes       the dense export has none; with those that training multiplied with: {again}")
     return lines
+
+
+def _keeping_format(prepared: Prepared) -> str | None:
+    """A format that can hold the codes of the run's checkpoint; None: there is none."""
+    schemes = {choice.scheme for choice in prepared.linears if choice.scheme is not None}
+    for name in keeping(schemes) if prepared.settings.keep_ckpts else ():
+        fmt = EXPORT_FORMATS.make(name, {}, FLAG)
+        with contextlib.suppress(UserError):  # of sizes that are no multiples of its blocks
+            check_exports(prepared.architecture.empty, prepared.linears, {name: fmt}, FLAG)
+            return name
+    return None
 
 
 def whose_weights(run: Run, *, adapted: bool) -> list[str]:

@@ -28,7 +28,8 @@ from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
 from qtrain.quant import LinearChoice, LowBitScheme, Scheme
-from qtrain.quant.swap import SharedWeight, find_linears
+from qtrain.quant.choices import find_linears
+from qtrain.quant.quantized_model import SharedWeight
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
@@ -157,7 +158,7 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
-        keeps = isinstance(scheme, LowBitScheme) and scheme.keeps_codes
+        keeps = isinstance(scheme.root, LowBitScheme) and scheme.root.keeps_codes
         return linears_without_codes(self.declared, self.empty) if keeps else {}
 
     def _describe_codes(self, linears: Sequence[LinearChoice]) -> str:
@@ -175,6 +176,8 @@ class LanguageArchitecture(Architecture):
         notes = [] if self.declared is None else [self._describe_codes(linears)]
         notes += [] if self.parts is None else self.parts.notes(linears)
         notes += [self.expert_rows] if self.expert_rows else []
+        if self.impl == "native":
+            notes += _split_mlps(linears)
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)
         positions = self.positions
@@ -232,6 +235,23 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
             f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
             "have; use --router_balance_loss."
         )
+
+
+def _split_mlps(linears: Sequence[LinearChoice]) -> list[str]:
+    """The plan's line on MLPs that are not one function because one of their linears alone is in low bits; those of
+    experts always are."""
+    low_bit: dict[str, set[bool]] = {}
+    for linear in linears:
+        owner, _, own = linear.name.rpartition(".")
+        if own in ("gate_up", "down_proj") and linear.groups == 1:
+            low_bit.setdefault(owner, set()).add(linear.scheme is not None)
+    split = sum(len(kinds) > 1 for kinds in low_bit.values())
+    if not split:
+        return []
+    return [
+        f"note    {split} of {len(low_bit)} MLPs have one linear in low bits and one in high precision: activations "
+        "between them are quantized apart from SwiGLU"
+    ]
 
 
 def _stacked_parameters_stay(model: nn.Module) -> list[str]:

@@ -18,7 +18,14 @@ from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.fit import advice, fit, flags_within
-from qtrain.train.plan.linears import plan_linears, refuse_no_swap, resolve_auto_scheme, warn_high_precision
+from qtrain.train.plan.linears import (
+    check_overrides,
+    plan_linears,
+    refuse_no_swap,
+    resolve_auto_scheme,
+    resumed_map,
+    warn_high_precision,
+)
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
@@ -55,9 +62,7 @@ def prepare(
     checked, auto_lines = resolve_auto_scheme(
         checked, model, head, checked.geometry.micro_batch_size * architecture.rows
     )
-    left = architecture.left_linears(checked.scheme)
-    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device, left=left)
-    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+    checked, linears = _resolved(checked, architecture)
     hardware = planned_hardware(checked.settings, checked.device)
     planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
     checked, plan = planned(checked)
@@ -81,6 +86,20 @@ def prepare(
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
+
+
+def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[CheckedSettings, list[LinearChoice]]:
+    """The map of schemes in force, that of a checkpoint included, and what it does to each linear. UserError for one
+    that asks for what no linear can do."""
+    model, left = architecture.empty, architecture.left_linears(checked.scheme)
+    planned = functools.partial(plan_linears, model, head=architecture.head(model), device=checked.device, left=left)
+    linears = planned(checked.scheme, checked.settings)
+    check_overrides(linears, checked.scheme)
+    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+    resumed = resumed_map(checked, linears)
+    if resumed is not checked:
+        linears = planned(resumed.scheme, resumed.settings)
+    return resumed, linears
 
 
 class _Planned(NamedTuple):
@@ -117,15 +136,14 @@ def fit_memory(
     starts_ranks = settings.gpus > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
     if settings.fit == "off" or starts_ranks:
         return checked
-    model = architecture.empty
-    head, left = architecture.head(model), architecture.left_linears(checked.scheme)
-    linears = plan_linears(model, checked.scheme, settings, head=head, device=checked.device, left=left)
+    asked = checked.scheme
+    checked, linears = _resolved(checked, architecture)
     hardware = planned_hardware(settings, checked.device)
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
     planned = functools.partial(_planned, architecture, linears, hardware, (), trained)
     checked, lines = fit(checked, lambda changed: planned(changed).plan)
-    return dataclasses.replace(checked, notes=(*lines, *checked.notes))
+    return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 
 
 def _rounds_experts(linears: Sequence[LinearChoice]) -> bool:

@@ -213,7 +213,8 @@ def _groups(
 
 def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Each choice of what is in host memory, with the flags by which it differs from that of `checked`: one more state
-    after the other, layers' inputs, and the weights that --lora freezes; or after all states those that train."""
+    after the other, layers' inputs, and the weights that --lora freezes; or after all states those that train, of
+    several processes the sums of gradients."""
     settings, options = checked.settings, dict(checked.settings.optim_kwargs or {})
     if checked.device.type == "cpu" or (keep_given and (settings.offload is not None or "offload" in options)):
         yield (), {}
@@ -227,8 +228,11 @@ def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[s
     chosen = [(*states[:count], *of_layers) for of_layers in _subsets(layers) for count in range(len(states) + 1)]
     if alone and not frozen:
         chosen += [(*states, *of_layers, "weights", "gradients") for of_layers in _subsets(layers)]
+    if own and checked.mesh.shard > 1 and settings.reshard_after_forward != "never":
+        chosen += [(*states, *of_layers, "gradients") for of_layers in _subsets(layers)]
     for names in chosen:
-        yield names, {} if set(names) == checked.offload else {"offload": names, **elsewhere}
+        sharded = {"reshard_after_forward": "always"} if "gradients" in names and not alone else {}
+        yield names, {} if set(names) == checked.offload else {"offload": names, **sharded, **elsewhere}
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -1,7 +1,8 @@
 """The plan of a language model's run, from its config and from what the swap will do to its linears."""
 
 import math
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from qtrain.core.errors import UserError
@@ -14,6 +15,7 @@ from qtrain.models.cost.parameters import (
     count_parameters,
     flops_per_token,
     forward_again,
+    layer_index,
     layer_linears,
     linear_key,
 )
@@ -59,7 +61,7 @@ def plan_language_run(
     if model_config is None:
         return make_plan(checked, linears, hardware, data, None, per_sample=settings.seq_len)
     # BitNet adds norms before the output projections, whose weights count.
-    if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
+    if checked.scheme.root.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
     _check_8bit(settings, model_config)
     found = flops_per_token(model_config, settings.seq_len)
@@ -183,15 +185,18 @@ def _tensor_traffic(
 
     kinds = recompute_kinds(settings)
 
-    def half(kind: str, again: str, *, last: bool) -> float:
-        """again: the kind of recomputation that runs it again, as `block` does."""
-        scheme = next(linear.scheme for linear in linears if linear_key(linear.name) == kind)
+    def halves(kind: str, again: str, *, last: bool) -> float:
+        """Of all layers that have one. again: the kind of recomputation that runs it again, as `block` does."""
         recomputed, sequence = bool({"block", again} & kinds), settings.sequence_parallel
-        return half_layer_bytes(width, element, scheme, sequence=sequence, recomputed=recomputed, last=last)
+        return sum(
+            half_layer_bytes(width, element, n.scheme, sequence=sequence, recomputed=recomputed, last=last)
+            for n in linears
+            if not n.is_head and linear_key(n.name) == kind
+        )
 
-    of_token, calls = layers * half("qkv", "qkv", last="block" not in kinds), layers * EXCHANGES_A_HALF
+    of_token, calls = halves("qkv", "qkv", last="block" not in kinds), layers * EXCHANGES_A_HALF
     if layers > mixtures:
-        of_token += (layers - mixtures) * half("gate_up", "ffn", last=True)
+        of_token += halves("gate_up", "ffn", last=True)
         calls += (layers - mixtures) * EXCHANGES_A_HALF
     if mixtures:
         of_token += mixtures * _routed_bytes(checked, model_config, linears)
@@ -204,13 +209,11 @@ def _tensor_traffic(
 
 
 def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]) -> float:
-    return routed_bytes_per_token(
-        model_config.hidden_size,
-        model_config.moe.per_token,
-        checked.dtype.itemsize,
-        next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
-        recomputed=bool({"block", "ffn"} & recompute_kinds(checked.settings)),
-    )
+    """Of a layer, on average."""
+    recomputed = bool({"block", "ffn"} & recompute_kinds(checked.settings))
+    shape = model_config.hidden_size, model_config.moe.per_token, checked.dtype.itemsize
+    routed = [n.scheme for n in linears if not n.is_head and linear_key(n.name) == "experts.gate_up"]
+    return sum(routed_bytes_per_token(*shape, scheme, recomputed=recomputed) for scheme in routed) / len(routed)
 
 
 def _expert_shapes(model_config: ModelConfig) -> set[tuple[int, ...]]:
@@ -229,21 +232,22 @@ def language_memory(
     low_bit = _low_bit_bytes(checked, model_config, linears, trained)
     trained = trained or all_of(model_config, checked.dtype.itemsize)
     # Optimizer states of weights stored in low bits have no fp32 master.
-    stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
+    stored = Counter(linear.shape for linear in linears if linear.stored and not linear.is_head and not adapted)
     moved = "gradients" in checked.offload
 
     def comes_and_goes(found: ParameterGroup) -> bool:
         """A tied embedding does not."""
         return len(found.shape) > 1 and (found.hidden or not model_config.tie_word_embeddings)
 
-    shapes = [
-        ParameterShape(
-            *found,
-            stored=not adapted and found.hidden and found.shape in stored,
-            on_host=moved and comes_and_goes(found),
-        )
-        for found in trained.shapes
-    ]
+    shapes = []
+    for found in trained.shapes:
+        in_low_bits = min(stored[found.shape], found.count) if found.hidden else 0
+        stored[found.shape] -= in_low_bits
+        shapes += [
+            ParameterShape(*found._replace(count=count), stored=is_stored, on_host=moved and comes_and_goes(found))
+            for count, is_stored in ((in_low_bits, True), (found.count - in_low_bits, False))
+            if count
+        ]
     optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
     codes_only = {linear.shape for linear in linears if _codes_only(linear, adapted)}
     return estimate_memory(
@@ -285,31 +289,40 @@ def _low_bit_bytes(
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
 ) -> LowBitBytes:
-    element = checked.dtype.itemsize
-    # Layers are alike: the scheme of a linear is that of its kind.
-    kinds = {linear_key(linear.name): linear for linear in linears if not linear.is_head}
-    one = checked.settings.weight_codes == "one"
-    schemes = {key: linear.in_one_layout if one else linear.scheme for key, linear in kinds.items()}
+    element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
+    in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
+    for linear in linears:
+        if not linear.is_head:
+            scheme = linear.in_one_layout if one else linear.scheme
+            in_layers.setdefault(layer_index(linear.name), {})[linear_key(linear.name)] = scheme
+    layers = [in_layers[index] for index in sorted(in_layers)]
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
     frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
     head = next((linear.in_one_layout if one else linear.scheme for linear in linears if linear.is_head), None)
-    # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
-    # Of a mixture the experts decide, which are most of the layer.
-    main = "experts." if model_config.moe_layers else ""
-    up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
-    in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
-    rowwise = bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
-    return LowBitBytes(
-        layer={
-            name: _linear_bytes(schemes[name], element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
-            for name in layer_linears(model_config)
-        },
-        head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
-        down_input_recomputed=rowwise,
-        swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
-        gate_up_8bit="gate_up" in kept_8bit(checked.settings),
-    )
+
+    def of_layer(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
+        # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
+        # Of a mixture the experts decide, which are most of the layer.
+        main = "experts." if "experts.gate_up" in schemes else ""
+        up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
+        in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
+        rowwise = bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
+        return LowBitBytes(
+            layer={
+                name: _linear_bytes(scheme, element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
+                for name, scheme in schemes.items()
+            },
+            head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
+            down_input_recomputed=rowwise,
+            swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
+            gate_up_8bit="gate_up" in kept_8bit(checked.settings),
+        )
+
+    kinds = {key: scheme for layer in layers for key, scheme in layer.items()}
+    if all(kinds[key] == scheme for layer in layers for key, scheme in layer.items()):
+        return of_layer(kinds)
+    return replace(of_layer(kinds), layers=tuple(map(of_layer, layers)))
 
 
 def _codes_only(linear: LinearChoice, adapted: bool) -> bool:

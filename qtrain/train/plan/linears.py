@@ -8,20 +8,21 @@ one scheme.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from qtrain.comm.ranks import from_rank_0
 from qtrain.core.checks import check_fields
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, unknown_name
 from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
-from qtrain.quant.schemes.auto import Auto, PerShape, choose_per_shape, linear_shapes
-from qtrain.quant.swap import NO_NAMES
+from qtrain.quant.choices import NO_NAMES
+from qtrain.quant.scheme_map import FLAG, SchemeMap, matches, scheme_of, spec_of, spec_text
+from qtrain.quant.schemes.auto import Auto, choose_per_shape, linear_shapes, scheme_per_shape
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.recorded_map import changed_schemes
 
 
 def plan_linears(
@@ -49,6 +50,7 @@ def plan_linears(
 def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str) -> None:
     """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision. quantize: what
     --quantize says."""
+    scheme = scheme.root
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
     # A scheme with a name is that of a frozen base; --quantize's has none.
@@ -66,7 +68,7 @@ def warn_high_precision(
 
     rows: of the input of each linear, by its name; None: the same for all.
     """
-    if not isinstance(scheme, LowBitScheme):
+    if not isinstance(scheme.root, LowBitScheme):
         return []
     work = {linear: linear.weights * (1 if rows is None else rows.get(linear.name, 0)) for linear in linears}
     left = {linear: flops for linear, flops in work.items() if linear.scheme is None}
@@ -94,6 +96,37 @@ def shares(linears: Iterable[LinearChoice], work: Mapping[str, float]) -> dict[L
     return {scheme: part / total for scheme, part in found.items()} if total else {None: 1.0}
 
 
+def check_overrides(linears: Sequence[LinearChoice], scheme: Scheme) -> None:
+    """UserError for a rule of --quantize_overrides that names no linear, or that none of those it decides on can
+    follow."""
+    rules = scheme.rules if isinstance(scheme, SchemeMap) else ()
+    for pattern, own in rules:
+        if not any(matches(pattern, linear.name) for linear in linears):
+            fused = "; q, k and v are one linear here, qkv, as gate and up are, gate_up"
+            fix = f"Globs are matched with whole names{fused * any(n.name.endswith('.qkv') for n in linears)}."
+            names = {name for linear in linears for name in (linear.name, f"*.{linear.name.rpartition('.')[2]}")}
+            raise unknown_name(FLAG, "linear", pattern, names, fix)
+        decided = [linear for linear in linears if scheme.deciding(linear.name) == (pattern, own)]
+        if decided and not own.leaves_all and not any(linear.scheme for linear in decided):
+            raise UserError(
+                f"{FLAG} ({pattern}): {spec_text(spec_of(own))} quantizes none of the {len(decided)} linears that it "
+                f"decides on: {_reasons(decided)}. Take it out, or name other linears."
+            )
+
+
+def resumed_map(checked: CheckedSettings, linears: Sequence[LinearChoice]) -> CheckedSettings:
+    """`checked` with the map of the checkpoint that the run resumes from, if it was made from the same settings:
+    linears may have been reassigned since. linears: by the settings alone."""
+    if checked.folder.resumed_from is None:
+        return checked
+    meta = read_meta(checked.folder.resumed_from)
+    changed = changed_schemes(meta.get("schemes"), checked.settings, {n.name: n.spec for n in linears})
+    if not changed:
+        return checked
+    rules = tuple((name, scheme_of(spec, "--resume")) for name, spec in changed.items())
+    return dataclasses.replace(checked, scheme=SchemeMap(checked.scheme, rules, "reassigned in the run"))
+
+
 def resolve_auto_scheme(
     checked: CheckedSettings, model: nn.Module, head: nn.Module | None, tokens: int
 ) -> tuple[CheckedSettings, list[str]]:
@@ -102,18 +135,25 @@ def resolve_auto_scheme(
     model: on the meta device; head: its output head; tokens: of a micro-batch. The choice goes into the settings'
     `quantize_kwargs.chosen`, and so into config.json and every checkpoint.
     """
-    scheme, settings, resumed_from = checked.scheme, checked.settings, checked.folder.resumed_from
+    scheme, settings, resumed_from = checked.scheme.root, checked.settings, checked.folder.resumed_from
     if not isinstance(scheme, Auto):
         return checked, []
     saved = (read_meta(resumed_from).get("quantize_kwargs") or {}) if resumed_from else {}
     if "chosen" in saved:
         # A resumed run keeps its schemes: its states and codes have their formats.
         scheme = dataclasses.replace(scheme, **check_fields(Auto, {"chosen": saved["chosen"]}, "--resume"))
+    overridden = checked.scheme if isinstance(checked.scheme, SchemeMap) else None
+
+    def leave(name: str, linear: nn.Module) -> bool:
+        decided = overridden is not None and overridden.deciding(name) is not None
+        return decided or (linear is head and not settings.quantize_lm_head)
+
+    shapes = linear_shapes(model, leave, settings.quantize_min_size)
     # One choice for all ranks: timings differ between them.
-    per_shape, lines = from_rank_0(
+    chosen, lines = from_rank_0(
         lambda: choose_per_shape(
             scheme,
-            linear_shapes(model, None if settings.quantize_lm_head else head, settings.quantize_min_size),
+            shapes,
             tokens=tokens,
             accumulation=checked.geometry.gradient_accumulation,
             dtype=checked.dtype,
@@ -123,9 +163,10 @@ def resolve_auto_scheme(
     if checked.device.type == "cuda":  # the timed linears do not count into the run's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(checked.device)
-    settings = dataclasses.replace(settings, quantize_kwargs=_recorded(scheme, per_shape))
-    return dataclasses.replace(checked, settings=settings, scheme=per_shape), lines
-
-
-def _recorded(scheme: Auto, per_shape: PerShape) -> dict[str, Any]:
-    return {"candidates": list(scheme.candidates), "chosen": per_shape.as_json()}
+    kwargs = {"candidates": list(scheme.candidates), "chosen": chosen}
+    per_shape: Scheme = scheme_per_shape(scheme, shapes, chosen)
+    if overridden is not None:
+        per_shape = dataclasses.replace(overridden, default=per_shape)
+    return dataclasses.replace(
+        checked, settings=dataclasses.replace(settings, quantize_kwargs=kwargs), scheme=per_shape
+    ), lines

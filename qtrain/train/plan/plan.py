@@ -16,6 +16,7 @@ from qtrain.train.plan.linears import shares
 from qtrain.train.plan.step_time import (
     compute_seconds,
     emulated_arithmetics,
+    low_bit_share,
     measured_sol,
     offload_seconds,
     shortest_seconds,
@@ -203,7 +204,8 @@ def make_plan(
     settings, geometry = checked.settings, checked.geometry
     shared = {
         "model": settings.model,
-        "scheme": getattr(checked.scheme, "name", "") or settings.quantize,
+        "scheme": (getattr(checked.scheme.root, "name", "") or settings.quantize)
+        + ", some by --quantize_overrides" * bool(settings.quantize_overrides),
         "geometry": geometry,
         "n_steps": settings.n_steps,
         "tokens_per_step": settings.batch_size * per_sample,
@@ -221,7 +223,10 @@ def make_plan(
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
     peak, world = figures.memory_on(checked.mesh, checked.reshards), None
     samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
-    low_bit = any(linear.scheme for linear in linears)
+    low_bit = float(any(linear.scheme for linear in linears))
+    if settings.quantize_overrides and low_bit:
+        plain = shortest_seconds(figures.flops, {}, hardware, checked.dtype, frozen=figures.frozen)
+        low_bit = low_bit_share(by_kind["blocks"], seconds, plain)
     sol = settings.sol or measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)[0]
     if settings.world_size is not None:
         work = Work(parameters, seconds, samples, unit, low_bit, figures.moe, figures.again)

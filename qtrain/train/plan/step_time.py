@@ -117,13 +117,29 @@ CONTENTION = 0.57
 bandwidth: docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
 
 
-def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, moe: bool = False) -> tuple[float, str]:
+def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: float, moe: bool = False) -> tuple[float, str]:
     """(fraction of the speed of light for a model of this many parameters, what that was measured on). Between the
-    measured models it is linear in the logarithm of their size, beyond them that of the nearest."""
-    measured, scheme = MIXTURES if moe else MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
-    sizes, fractions = zip(*measured.fractions[scheme].items(), strict=True)
-    fraction = np.interp(math.log(parameters), np.log(sizes), fractions)
-    return float(fraction), f"measured on one H200, {measured.models} in {scheme}"
+    measured models it is linear in the logarithm of their size, beyond them that of the nearest. low_bit: the share of
+    the shortest time that layers in low bits take."""
+    measured = MIXTURES if moe else MEASURED[unit]
+
+    def fraction(scheme: str) -> float:
+        sizes, fractions = zip(*measured.fractions[scheme].items(), strict=True)
+        return float(np.interp(math.log(parameters), np.log(sizes), fractions))
+
+    shares = {scheme: share for scheme, share in (("fp8_tensorwise", low_bit), ("bf16", 1 - low_bit)) if share}
+    source = f"measured on one H200, {measured.models} in {' and '.join(shares)}"
+    if len(shares) == 1:
+        return fraction(*shares), source
+    return 1 / sum(share / fraction(scheme) for scheme, share in shares.items()), source
+
+
+def low_bit_share(blocks: Shares, seconds: Mapping[str, float], plain: Mapping[str, float]) -> float:
+    """`low_bit` of `measured_sol`: of the shortest time what is left without that of layers in high precision, to each
+    of which its share of attention and head counts. blocks: shares of the layers' FLOPs; plain: `seconds` if nothing
+    was quantized."""
+    # 0 where a head alone runs in low bits.
+    return max(1 - blocks.get(None, 0.0) * sum(plain.values()) / sum(seconds.values()), 0.0)
 
 
 def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, again: Mapping[str, float]) -> float:

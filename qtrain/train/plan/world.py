@@ -81,8 +81,8 @@ class Work:
     samples: int
     """Tokens or images."""
     unit: SampleUnit
-    low_bit: bool
-    """Whether a scheme has swapped linears."""
+    low_bit: float
+    """The share of the shortest time that layers in low bits take."""
     moe: bool = False
     """Whether it is a mixture of experts (MoE)."""
     again: Mapping[str, float] = field(default_factory=dict)

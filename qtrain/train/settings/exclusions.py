@@ -21,6 +21,7 @@ from qtrain.models import ExportFormat, Lora, as_lora, read_formats
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.scheme_map import SchemeMap, with_overrides
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
@@ -42,7 +43,7 @@ class Options:
     settings: TrainSettings
     script: str = ""
     base_scheme: Scheme | None = None
-    """The scheme in place of --quantize's: that of a frozen base."""
+    """The scheme in place of --quantize's: that of a frozen base; a map has --quantize_overrides already."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -59,7 +60,10 @@ class Options:
     @cached_property
     def scheme(self) -> Scheme:
         settings = self.settings
-        return self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        if isinstance(self.base_scheme, SchemeMap):
+            return self.base_scheme
+        default = self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        return with_overrides(settings.quantize_overrides, default)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -162,13 +166,24 @@ def _with(name: str, also: Callable[[Options], Any]) -> Callable[[Options], bool
 
 
 def _all_bf16(o: Options) -> bool:
-    scheme = o.scheme
+    scheme = o.scheme.root
     plain = isinstance(scheme, LowBitScheme) and scheme.stored_format is None and not scheme.latent
     return plain and set(scheme.gemm_dtypes().values()) == {"bf16"}
 
 
 def _stored(o: Options) -> bool:
-    return isinstance(o.scheme, LowBitScheme) and o.scheme.stored_format is not None
+    return any(isinstance(part, LowBitScheme) and part.stored_format is not None for part in o.scheme.parts())
+
+
+def _arithmetics(o: Options) -> set[str]:
+    """Of the GEMMs of all linears."""
+    return {name for part in o.scheme.parts() if isinstance(part, LowBitScheme) for name in part.gemm_dtypes().values()}
+
+
+def _quantizes_by_name(o: Options) -> bool:
+    """Whether --quantize_overrides quantizes linears whose weights stay in high precision."""
+    schemes = [scheme for _, scheme in o.scheme.rules] if isinstance(o.scheme, SchemeMap) else []
+    return any(isinstance(scheme, LowBitScheme) and scheme.stored_format is None for scheme in schemes)
 
 
 def _timm(o: Options) -> bool:
@@ -186,6 +201,11 @@ def _adapters(o: Options) -> bool:
 def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
     """Whether something is kept in 8 bits where one of these kinds is recomputed."""
     return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
+
+
+def _streams(o: Options) -> bool:
+    """Whether weights pass through the GPU with their gradients: of one process."""
+    return "gradients" in o.offload and run_world(o.settings) == 1
 
 
 def _offloads_states(o: Options) -> bool:
@@ -235,7 +255,7 @@ PLAN_EXCLUSIONS = (
 # fmt: off
 RUN_EXCLUSIONS = (
     # ---- plans ----
-    Exclusion("--gpu", "--quantize auto", lambda o: o.settings.gpu is not None and isinstance(o.scheme, Auto),
+    Exclusion("--gpu", "--quantize auto", lambda o: o.settings.gpu is not None and isinstance(o.scheme.root, Auto),
         "--quantize auto times the GPU that is here", "; name a scheme instead"),
     Exclusion("--world_size", "--reshard_after_forward always (timm)",
         lambda o: _timm(o) and o.settings.world_size is not None and o.settings.reshard_after_forward == "always",
@@ -243,7 +263,7 @@ RUN_EXCLUSIONS = (
     # ---- memory ----
     Exclusion("--memory_limit", "a CPU", lambda o: o.has("memory_limit") and o.device.type == "cpu",
         "it limits a GPU's memory, and this run is on the CPU", "; leave it out, or plan for a GPU with --gpu"),
-    Exclusion("--fit", "--quantize auto", lambda o: o.get("fit") == "auto" and isinstance(o.scheme, Auto),
+    Exclusion("--fit", "--quantize auto", lambda o: o.get("fit") == "auto" and isinstance(o.scheme.root, Auto),
         "--quantize auto times micro-batches of a size that --fit auto is still to choose", "; name a scheme"),
     Exclusion("--fit", "--model_impl hf", lambda o: o.get("fit") == "auto" and _transformers(o),
         "the plan does not know the memory of transformers' own models", "; use --model_impl native"),
@@ -260,26 +280,33 @@ RUN_EXCLUSIONS = (
     Exclusion("--offload", "gradients with --lora", lambda o: "gradients" in o.offload and _adapters(o),
         "gradients of adapters are small and stay on the GPU", "; take gradients out of the list"),
     Exclusion("--offload", "weights of several processes",
-        lambda o: bool({"weights", "gradients"} & o.offload) and run_world(o.settings) > 1,
+        lambda o: "weights" in o.offload and run_world(o.settings) > 1,
         "weights of several processes are divided among them",
-        "; take weights and gradients out of the list, and give --reshard_after_forward always"),
+        "; take weights out of the list, and give --reshard_after_forward always"),
+    Exclusion("--offload", "gradients of several processes without --reshard_after_forward always",
+        lambda o: "gradients" in o.offload and run_world(o.settings) > 1
+        and o.settings.reshard_after_forward != "always",
+        "gradients of several processes are in host memory where layers are sharded",
+        "; give --reshard_after_forward always"),
     Exclusion("--offload", "weights without gradients",
         lambda o: "weights" in o.offload and not _adapters(o) and "gradients" not in o.offload,
         "weights that train are updated from gradients that are in host memory too", "; add gradients to the list"),
-    Exclusion("--offload", "gradients without weights",
-        lambda o: "gradients" in o.offload and "weights" not in o.offload,
+    Exclusion("--offload", "gradients of one process without weights",
+        lambda o: "gradients" in o.offload and "weights" not in o.offload and run_world(o.settings) == 1,
         "gradients are added up in host memory for weights that are there too", "; add weights to the list"),
-    Exclusion("--offload", "gradients with --optim that keeps its states on the GPU",
-        lambda o: "gradients" in o.offload and not o.optimizer.streams_weights,
+    Exclusion("--offload", "gradients of one process with --optim that keeps its states on the GPU",
+        lambda o: _streams(o) and not o.optimizer.streams_weights,
         "--optim {optim} updates weights on the GPU only", _allowed(lambda spec: spec.streams_weights)),
-    Exclusion("--offload", "gradients with weights stored in low bits",
-        lambda o: "gradients" in o.offload and _stored(o),
+    Exclusion("--offload", "gradients of one process with weights stored in low bits",
+        lambda o: _streams(o) and _stored(o),
         "--quantize {quantize} stores weights in low bits, which stay on the GPU",
         "; take weights and gradients out of the list"),
-    *(Exclusion(f"--{name}", "--offload gradients", lambda o, name=name: "gradients" in o.offload and o.has(name), why,
-          "; leave it out, or take weights and gradients out of --offload")
-      for name, why in (("optimizer_in_backward", "it leaves no gradients that could be in host memory"),
-                        ("deterministic", "it adds gradients in fp32 on the GPU"))),
+    Exclusion("--optimizer_in_backward", "--offload gradients",
+        lambda o: "gradients" in o.offload and o.has("optimizer_in_backward"),
+        "it leaves no gradients that could be in host memory",
+        "; leave it out, or take weights and gradients out of --offload"),
+    Exclusion("--deterministic", "--offload gradients of one process", lambda o: _streams(o) and o.has("deterministic"),
+        "it adds gradients in fp32 on the GPU", "; leave it out, or take weights and gradients out of --offload"),
     _note("--offload", "--optim without what it names",
         lambda o: bool(o.optimizer.host_names) and _offloads_states(o)
         and not set(o.settings.offload) & set(HOST_NAMES) <= set(o.optimizer.host_names),
@@ -289,7 +316,7 @@ RUN_EXCLUSIONS = (
       for option, given in (("--offload", lambda o: o.settings.offload),
                             ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
     _note("--weight_codes", "--quantize without a second layout that follows from the first",
-        lambda o: o.has("weight_codes") and not isinstance(o.scheme, Auto) and not has_two_layouts(o.scheme),
+        lambda o: o.has("weight_codes") and not isinstance(o.scheme.root, Auto) and not has_two_layouts(o.scheme),
         "has no effect: no transposed codes of weights that follow from the others"),
     # ---- recomputation ----
     Exclusion("--recompute", "--activation_checkpointing",
@@ -331,14 +358,22 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize", "--lora dora", lambda o: o.lora and o.lora.dora and o.settings.quantize != "bf16",
         "'{quantize}' does not go with DoRA, which needs the norms of the multiplied weights",
         '; leave it out, or give --lora a "base"'),
+    Exclusion("--quantize_overrides", "--lora dora", lambda o: o.lora and o.lora.dora and _quantizes_by_name(o),
+        "low-bit schemes do not go with DoRA, which needs the norms of the multiplied weights",
+        "; take all but \"bf16\" and stored weights out"),
     Exclusion("--quantize_kwargs", "--lora base",
         lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
-    *(Exclusion("--lora.merge_format", f"--lora {key}",
+    *(Exclusion("--lora.merge_format", f"--lora {name}",
           lambda o, key=key: o.lora and o.lora.merge_format and getattr(o.lora, key),
-          f"'{{lora.merge_format}}' rounds the sum of weight and adapter, which {key} is not part of",
-          f"; leave {key} out")
-      for key in ("dora", "dropout", "expert_targets")),
+          f"'{{lora.merge_format}}' does not go with {what}", f"; leave {name} out")
+      for key, name, what in (("dora", "dora", "DoRA, which scales the sum"),
+                              ("dropout", "dropout", "dropout, which a merged weight does not have"),
+                              ("expert_targets", "expert targets", "adapters of routed experts"))),
+    Exclusion("--lora.merge_format", "--quantize_overrides",
+        lambda o: o.lora and o.lora.merge_format and _quantizes_by_name(o),
+        "'{lora.merge_format}' and --quantize_overrides both say which rounded weights are multiplied",
+        "; leave one of them out"),
     Exclusion("--lora.merge_format", "--lora merge original",
         lambda o: o.lora and o.lora.merge_format and o.lora.merge == "original",
         "'{lora.merge_format}' rounds the trained weights, not those of --model", "; leave merge out"),
@@ -496,7 +531,7 @@ RUN_EXCLUSIONS = (
     Exclusion("--ep", "--optimizer_in_backward", _with("ep", lambda o: o.settings.optimizer_in_backward),
         "{ep}, but --optimizer_in_backward does not know experts that only some ranks hold", "; leave one of them out"),
     Exclusion("--ep", "--deterministic --quantize nvfp4",
-        _with("ep", lambda o: o.settings.deterministic and o.settings.quantize == "nvfp4"),
+        _with("ep", lambda o: o.settings.deterministic and "nvfp4" in _arithmetics(o)),
         "{ep}, but with --deterministic nvfp4 needs a scale of the tokens of all experts, which no rank has",
         "; leave one of them out"),
     Exclusion("--ep", "--optim of whole matrices", _with("ep", lambda o: not o.optimizer.takes_parts(hidden=True)),

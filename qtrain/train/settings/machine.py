@@ -25,6 +25,7 @@ from qtrain.core.hardware import (
 )
 from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
+from qtrain.quant.scheme_map import spec_of, spec_text
 from qtrain.train.settings.settings import TrainSettings
 
 # ---- device and dtype -----------------------------------------------------------------------------------------------
@@ -191,8 +192,10 @@ def check_planned_scheme(settings: TrainSettings, scheme: Scheme) -> None:
     if settings.gpu is None:
         return
     hardware = datasheet_hardware(settings.gpu)
-    needs = isinstance(scheme, LowBitScheme) and {"fp8", "mxfp8", "nvfp4"} & set(scheme.gemm_dtypes().values())
-    if needs and hardware.emulates("fp8"):
-        raise UserError(
-            f"--gpu: {hardware.name} has no FP8 arithmetic, which {settings.quantize} needs; plan with --quantize int8."
-        )
+    for part in scheme.parts():
+        needs = isinstance(part, LowBitScheme) and {"fp8", "mxfp8", "nvfp4"} & set(part.gemm_dtypes().values())
+        if needs and hardware.emulates("fp8"):
+            name = settings.quantize if part is scheme.root else f"{spec_text(spec_of(part))} (--quantize_overrides)"
+            raise UserError(
+                f"--gpu: {hardware.name} has no FP8 arithmetic, which {name} needs; plan with --quantize int8."
+            )

@@ -34,7 +34,7 @@ class TrainSettings:
         "router_balance_loss router_z_loss router_bias_rate ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
-        "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
+        "quantization": "quantize quantize_kwargs quantize_overrides quantize_lm_head quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
         "schedule": "n_epochs n_steps max_hours early_stopping lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images final_eval sample_prompts "
@@ -92,6 +92,9 @@ class TrainSettings:
     """Scheme that the matrix products of linear layers run in; --list shows all, bf16 quantizes nothing."""
     quantize_kwargs: JsonDict = None
     """Options of --quantize as a JSON object, such as {"grad_weight":"bf16"}; --list shows them."""
+    quantize_overrides: JsonDict = None
+    """Other schemes for some linear layers as a JSON object of globs over their names, as the plan lists them, the last
+    that matches wins: {"*.down_proj":"fp8_rowwise","layers.0.*":"bf16","lm_head":{"scheme":"int8","output":"bf16"}}."""
     quantize_lm_head: bool = False
     """Quantize the output head too, not only the linear layers below it."""
     quantize_min_size: CountOrZero = 0

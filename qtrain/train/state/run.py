@@ -22,7 +22,8 @@ from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
 from qtrain.parallel.sharding.data_parallel import DataParallel
-from qtrain.quant import QuantizedModel
+from qtrain.quant import QuantizedModel, reassign
+from qtrain.quant.scheme_map import scheme_of
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
@@ -33,6 +34,7 @@ from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damage
 from qtrain.train.state.checkpoint_files import complete_checkpoints, incomplete_checkpoints
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.fingerprints import check_files, check_frozen, files_entry, fingerprint
+from qtrain.train.state.recorded_map import changed_schemes, recorded_map
 from qtrain.train.state.run_folder import (
     RunFolder,
     changed_settings,
@@ -140,6 +142,7 @@ class Run:
             "dtype": "bf16" if choose_dtype(self.settings.dtype, self.device) is torch.bfloat16 else "fp32",
             "quantize": self.settings.quantize,
             "quantize_kwargs": self.settings.quantize_kwargs,
+            "schemes": recorded_map(self.settings, self.quantized.schemes),
             "frozen": self._frozen,
             "files": self._files,
             "versions": self._versions,
@@ -219,6 +222,9 @@ class Run:
         if not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
             raise UserError(OTHER_VERSION)
         state = TrainState.from_meta(meta["state"])
+        # An older checkpoint than the one that the run was planned with may have another map.
+        changed = changed_schemes(meta.get("schemes"), self.settings, self.quantized.schemes)
+        reassign(self.model, self.quantized, {name: scheme_of(spec, "--resume") for name, spec in changed.items()})
         if state.step > self.settings.n_steps:
             raise UserError(
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."

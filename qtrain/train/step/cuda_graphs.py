@@ -88,6 +88,7 @@ class StepGraphs:
         self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
         self._runs: dict[object, int] = {}
         self._refused = self._updated = False
+        self._assignments = quantized.assignments
 
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
@@ -117,6 +118,7 @@ class StepGraphs:
 
     def _fits(self, batch: TensorBatch, accumulate: bool) -> bool:
         """Whether this micro-batch is replayed; warm-up steps and batches of another shape are not."""
+        self._follow_map()
         if self._batch is None:
             self._batch = batch.each(lambda t: torch.empty_like(t, device=self._device))
         shapes = [t.shape for t in batch.tensors()]
@@ -131,6 +133,7 @@ class StepGraphs:
     def refresh(self) -> None:
         """`requantize`, replayed where possible."""
         self._updated = True
+        self._follow_map()
         if self._refused or not self._quantized.needs_refresh or not self._warm("refresh"):
             self._requantize()
             return
@@ -154,6 +157,15 @@ class StepGraphs:
                 graph.reset()
         self._micro_steps.clear()
         self._refresh = None
+
+    def _follow_map(self) -> None:
+        """Drop what was recorded before linears were reassigned: it reads codes that are gone."""
+        if self._assignments == self._quantized.assignments:
+            return
+        self._assignments = self._quantized.assignments
+        self.release()
+        # A pool whose graphs are gone cannot be used again.
+        self._pool, self._gradients, self._runs = torch.cuda.graph_pool_handle(), [], {}
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1

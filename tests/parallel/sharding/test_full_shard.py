@@ -16,6 +16,7 @@ from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding import weights
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
+from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.quant import quantize_linears
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -47,22 +48,31 @@ def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
         assert differences(one, of_rank) == ""
 
 
-def _of_rank(moved: bool) -> dict[str, Any]:
-    build = LanguageArchitecture.build
+def _of_rank(moved: str) -> dict[str, Any]:
+    """moved: to host memory, which a run on a CPU does not do by itself."""
+    build, place = LanguageArchitecture.build, DataParallel.__init__
 
     def built(architecture: LanguageArchitecture, checked: CheckedSettings) -> torch.nn.Module:
         model = build(architecture, checked)
-        model.residual_offload = ResidualOffload(len(model.layers)) if moved else None
+        model.residual_offload = ResidualOffload(len(model.layers)) if moved == "residuals" else None
         return model
 
-    LanguageArchitecture.build = built  # in this process, a fork
+    def placed(parallel: DataParallel, *args: Any, **options: Any) -> None:
+        place(parallel, *args, **{**options, "host_gradients": moved == "gradients"})
+        reduction.append(parallel._reduction)
+
+    reduction: list[GradientReduction] = []
+    LanguageArchitecture.build, DataParallel.__init__ = built, placed  # in this process, a fork
     mesh, config = make_mesh(1, 2, "cpu"), {**UNTIED, "num_hidden_layers": 4}
-    return train("int8", "adamw_8bit", mesh, torch.device("cpu"), 2, True, 4, True, config)
+    found = train("int8", "adamw_8bit", mesh, torch.device("cpu"), 2, True, 4, True, config)
+    return {**found, "host": sum(total.nbytes for total in reduction[0].host_sums)}
 
 
-def test_layers_whose_inputs_are_in_host_memory_train_the_same():
-    """Both come and go: a layer's weights, and its input."""
-    for without, moved in zip(*(run_ranks(2, _of_rank, kind) for kind in (False, True)), strict=True):
+@pytest.mark.parametrize("kind", ["residuals", "gradients"])
+def test_what_is_in_host_memory_changes_no_bits(kind):
+    """Both come and go: a layer's weights, and its input or the sums of its gradients."""
+    for without, moved in zip(*(run_ranks(2, _of_rank, moved) for moved in ("", kind)), strict=True):
+        assert without.pop("host") == 0 and (moved.pop("host") > 0) == (kind == "gradients")
         assert differences(without, moved) == ""
 
 

@@ -22,18 +22,35 @@ def _gradient(name: str, rank: int, micro_batch: int) -> torch.Tensor:
     return (torch.randn(SHAPES[name], generator=generator) * 10 ** (rank - 1)).bfloat16()
 
 
-def _reduce(replicate: int, shard: int, micro_batches: int, every: bool, wire: str, by_machine: bool = True) -> dict:
+def _reduce(
+    replicate: int,
+    shard: int,
+    micro_batches: int,
+    every: bool,
+    wire: str,
+    by_machine: bool = True,
+    on_host: bool = False,
+) -> dict:
     mesh = make_mesh(replicate, shard, "cpu")
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
     owned = id(parameters["owned"])
     sharded = shard_parameters(parameters.items(), mesh, lambda p: id(p) == owned)
-    reduction = GradientReduction([sharded], every_micro_batch=every, by_machine=by_machine, wire=GRADIENT_WIRES[wire])
-    for micro_batch in range(micro_batches):
-        for name, p in parameters.items():
-            p.grad = _gradient(name, mesh.rank, micro_batch)
-        reduction.add_group(0, micro_batch)
-        assert all(p.grad is None for p in parameters.values() if mesh.shard > 1)
-    reduction.finish()
+    gradients.PIECE_BYTES = 1000  # of a process of its own
+    reduction = GradientReduction(
+        [sharded],
+        every_micro_batch=every,
+        by_machine=by_machine,
+        wire=GRADIENT_WIRES[wire],
+        on_host=torch.device("cpu") if on_host else None,
+    )
+    for step in range(2):  # the first one's sums are not the second one's
+        sent.clear()
+        for micro_batch in range(micro_batches):
+            for name, p in parameters.items():
+                p.grad = _gradient(name, mesh.rank, micro_batch) * (2 - step)
+            reduction.add_group(0, micro_batch, first=micro_batch == 0)
+            assert all(p.grad is None for p in parameters.values() if mesh.shard > 1)
+        reduction.finish()
     found = {}
     for s in sharded:
         grad = s.master.grad
@@ -63,14 +80,25 @@ def _whole(results: list[dict], name: str, replicas: list[list[int]]) -> torch.T
     [(1, 3, [[0, 1, 2]]), (2, 1, [[0], [1]]), (2, 2, [[0, 1], [2, 3]])],
     ids=["1x3", "2x1", "2x2"],
 )
-def test_micro_batches_are_added_in_their_order(replicate, shard, replicas):
-    """In fp32, rank by rank within each micro-batch, and rounded once: bit for bit."""
+@pytest.mark.parametrize("on_host", [False, True])
+def test_micro_batches_are_added_in_their_order(replicate, shard, replicas, on_host):
+    """In fp32, rank by rank within each micro-batch, and rounded once: bit for bit. On the host in pieces."""
     world = replicate * shard
-    results = run_ranks(world, _reduce, replicate, shard, 2, True, "exact")
+    results = run_ranks(world, _reduce, replicate, shard, 2, True, "exact", True, on_host)
     for name in SHAPES:
         terms = [_gradient(name, rank, m).float() for m in range(2) for rank in range(world)]
         expected = functools.reduce(torch.add, terms, torch.zeros(SHAPES[name])).bfloat16().float()
         assert torch.equal(_whole(results, name, replicas), expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("elements", [1, 7, 8, 9, 100, 129])
+def test_sums_are_rounded_in_their_own_memory(dtype, elements, monkeypatch):
+    monkeypatch.setattr(gradients, "ROUNDED_AT_ONCE", 8)
+    sums = torch.randn(elements, generator=torch.Generator().manual_seed(0)) * 100
+    expected = sums.to(dtype)
+    rounded = gradients.rounded_in_place(sums, dtype)
+    assert torch.equal(rounded, expected) and rounded.data_ptr() == sums.data_ptr()
 
 
 @pytest.mark.parametrize("wire", GRADIENT_WIRES)

@@ -9,15 +9,18 @@ from torch import nn
 from qtrain.core.errors import UserError
 from qtrain.quant import SCHEMES, LowBitLinear, describe_choices, quantize_linears
 from qtrain.quant.schemes import auto
-from qtrain.quant.schemes.auto import choose_per_shape, linear_shapes
+from qtrain.quant.schemes.auto import choose_per_shape, linear_shapes, scheme_per_shape
 from tests.cases import matrix
 
 CPU = torch.device("cpu")
 
 
-def choose(counts, **options):
+def choose(shapes, **options):
+    """(the map, shape -> name, the table)."""
     scheme = SCHEMES.make("auto", options, "--quantize_kwargs")
-    return choose_per_shape(scheme, counts, tokens=32, accumulation=2, dtype=torch.float32, device=CPU)
+    like = {"accumulation": 2, "dtype": torch.float32, "device": CPU}
+    chosen, lines = choose_per_shape(scheme, shapes, tokens=32, **like)
+    return scheme_per_shape(scheme, shapes, chosen), chosen, lines
 
 
 @pytest.fixture
@@ -37,17 +40,14 @@ def test_each_shape_takes_its_fastest(timed):
     timed |= {("bf16", (32, 64)): 3e-3, ("int8", (32, 64)): 1e-3, ("switchback", (32, 64)): 2e-3}
     timed |= {("bf16", (64, 32)): 1e-3, ("int8", (64, 32)): 2e-3, ("switchback", (64, 32)): 2e-3}
     model = model_of()
-    counts = linear_shapes(model, leave=model[3])
-    assert counts == {(32, 64): 2, (64, 32): 1}
-    assert linear_shapes(model, min_size=9) == counts
-    scheme, lines = choose(counts, candidates=["bf16", "int8", "switchback"])
-    assert scheme.as_json() == {"32 -> 64": "int8", "64 -> 32": "bf16"}
+    shapes = linear_shapes(model, lambda name, linear: linear is model[3])
+    assert shapes == {(32, 64): ["0", "2"], (64, 32): ["1"]}
+    assert linear_shapes(model, min_size=9) == shapes
+    scheme, chosen, lines = choose(shapes, candidates=["bf16", "int8", "switchback"])
+    assert chosen == {"32 -> 64": "int8", "64 -> 32": "bf16"}
     table = "\n".join(lines)
     assert "2 x 32 -> 64     3.000     1.000     2.000  int8" in table and "bf16, int8, switchback" in table
-    assert [(round(share, 3), SCHEMES.name_of(part)) for share, part in scheme.parts()] == [
-        (0.667, "int8"),
-        (0.333, "bf16"),
-    ]
+    assert [SCHEMES.name_of(part) for part in scheme.parts()] == ["auto", "int8", "int8", "bf16"]
     quantized = quantize_linears(model, scheme, seed=0, head=model[3])
     assert [type(m) is LowBitLinear for m in model] == [True, False, True, False]
     reasons = [choice.reason for choice in quantized.choices]
@@ -58,7 +58,7 @@ def test_linears_of_different_schemes_train_together(timed):
     model = model_of()
     timed |= {(name, shape): 1 + (name == "switchback") for name in ("int8", "switchback") for shape in [(32, 64)]}
     timed |= {(name, shape): 1 + (name == "int8") for name in ("int8", "switchback") for shape in [(64, 32), (64, 8)]}
-    scheme, _ = choose(linear_shapes(model), candidates=["int8", "switchback"])
+    scheme, *_ = choose(linear_shapes(model), candidates=["int8", "switchback"])
     quantized = quantize_linears(model, scheme, seed=0)
     assert "quantized, switchback" in "\n".join(describe_choices(quantized.choices))
     model(matrix(4, 32, 0)).sum().backward()
@@ -72,8 +72,10 @@ def test_linears_of_different_schemes_train_together(timed):
 
 def test_a_choice_made_before_is_not_timed_again(timed):
     timed["int8", (64, 32)] = 1e-3
-    scheme, lines = choose({(32, 64): 1, (64, 32): 1}, candidates=["int8"], chosen={"32 -> 64": "switchback"})
-    assert scheme.as_json() == {"32 -> 64": "switchback", "64 -> 32": "int8"}
+    shapes = {(32, 64): ["a"], (64, 32): ["b"]}
+    scheme, chosen, lines = choose(shapes, candidates=["int8"], chosen={"32 -> 64": "switchback"})
+    assert SCHEMES.name_of(scheme.at("a").scheme) == "switchback"
+    assert chosen == {"32 -> 64": "switchback", "64 -> 32": "int8"}
     assert "chosen earlier  switchback" in "\n".join(lines)
 
 
@@ -82,10 +84,10 @@ def test_the_device_is_warm_before_the_first_timing(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(auto, "warm_up", lambda dtype, device: calls.append("warm up"))
     monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: calls.append(SCHEMES.name_of(scheme)) or 1.0)
-    choose({(32, 64): 1, (64, 32): 1}, candidates=["bf16", "int8"])
+    choose({(32, 64): ["a"], (64, 32): ["a"]}, candidates=["bf16", "int8"])
     assert calls == ["warm up", "bf16", "int8", "bf16", "int8"]
     calls.clear()
-    choose({(32, 64): 1}, candidates=["int8"], chosen={"32 -> 64": "int8"})
+    choose({(32, 64): ["a"]}, candidates=["int8"], chosen={"32 -> 64": "int8"})
     assert calls == []
 
 
@@ -97,10 +99,10 @@ def test_warming_up_takes_its_time(monkeypatch):
 
 
 def test_real_times_on_this_machine():
-    scheme, lines = choose({(32, 64): 1}, candidates=["bf16", "int8", "fp8_rowwise"])
+    scheme, _, lines = choose({(32, 64): ["a"]}, candidates=["bf16", "int8", "fp8_rowwise"])
     shown = lines[1].split()
     assert shown[-1] in ("bf16", "int8", "fp8_rowwise") and all(float(ms) > 0 for ms in shown[5:-1])
-    assert scheme.for_linear(32, 64) is scheme.schemes[shown[-1]]
+    assert SCHEMES.name_of(scheme.at("a").scheme) == shown[-1]
 
 
 @pytest.mark.parametrize(
@@ -115,5 +117,5 @@ def test_real_times_on_this_machine():
 )
 def test_candidates_are_checked(candidates, says):
     with pytest.raises(UserError, match=r"--quantize_kwargs\.candidates") as error:
-        choose({(32, 64): 1}, candidates=candidates)
+        choose({(32, 64): ["a"]}, candidates=candidates)
     assert says in str(error.value)

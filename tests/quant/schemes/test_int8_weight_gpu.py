@@ -75,7 +75,7 @@ def test_storing_is_the_same_as_on_the_cpu(format):
 
 def test_a_large_linear_is_not_left_in_bf16_and_a_tiny_one_is():
     scheme = SCHEMES.make("auto", {"candidates": ["bf16", "int8", "fp8_tensorwise"]}, "--quantize")
-    counts, device = {(4096, 14336): 1, (64, 64): 1}, torch.device("cuda", 0)
-    chosen, lines = choose_per_shape(scheme, counts, tokens=8192, accumulation=1, dtype=torch.bfloat16, device=device)
+    shapes, device = {(4096, 14336): ["a"], (64, 64): ["b"]}, torch.device("cuda", 0)
+    chosen, lines = choose_per_shape(scheme, shapes, tokens=8192, accumulation=1, dtype=torch.bfloat16, device=device)
     print("\n".join(lines))
-    assert chosen.as_json()["4096 -> 14336"] != "bf16" and chosen.as_json()["64 -> 64"] == "bf16"
+    assert chosen["4096 -> 14336"] != "bf16" and chosen["64 -> 64"] == "bf16"

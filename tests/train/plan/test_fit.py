@@ -142,6 +142,17 @@ def test_what_it_may_keep_in_host_memory(changes, expected):
     assert all("--offload '[" in c.command() for c in found if c.plan.host and free)
 
 
+def test_four_ranks_of_24_gib_train_14b_with_sums_of_gradients_on_the_host():
+    """Each holds a quarter of the masters; weights stay with the ranks."""
+    cards = {"model": "qwen2.5-14b", "gpu": "4090", "world_size": 4, "gpus_per_node": 4, "batch_size": 64}
+    checked, architecture = fitted(**cards, recompute=("norm", "ffn"), micro_batch_size=1)
+    assert checked.offload >= {"m", "v", "gradients"} and checked.settings.reshard_after_forward == "always"
+    plan = plan_of(checked, architecture)
+    assert plan.memory_taken < 23.5 * GIB
+    without = dataclasses.replace(checked.settings, offload=("m", "v"), fit="off")
+    assert plan_of(check_settings(without, "llm_pretrain"), architecture).memory_taken > 23.5 * GIB
+
+
 def test_a_deterministic_run_keeps_its_micro_batch():
     """The bits of a sum over a micro-batch depend on its size, which must not depend on the GPU's."""
     checked, _ = fitted(deterministic=True, batch_size=8)

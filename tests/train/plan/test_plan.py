@@ -363,3 +363,28 @@ def test_a_transformers_only_model_has_a_plan_without_figures():
     assert found.efficiency(1000.0) == {"sol": None, "mfu": None} and found.parameters is None
     text = "\n".join(found.lines())
     assert "gpt2, linears in bf16" in text and "memory" not in text and "speed of light" not in text
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_plan_of_layers_that_differ_is_the_sum_over_layers(model, recompute):
+    """Every second layer in another scheme: halfway between plans in which all layers have it and none has."""
+    layers = read_model_source(model).model_config().num_hidden_layers
+    every_second = {f"layers.{i}.*": "bf16" for i in range(0, layers, 2)}
+    options = {"activation_checkpointing": recompute, "micro_batch_size": 8, "batch_size": 8}
+    one, other = (plan_of(model, quantize=scheme, **options) for scheme in ("int8", "bf16"))
+    mixed = plan_of(model, quantize="int8", quantize_overrides=every_second, **options)
+    assert mixed.moment == one.moment == other.moment
+    largest = ["temporaries"] + ["activations"] * (mixed.moment == "the end of backward")  # of one layer
+    for kind in mixed.memory:
+        sizes = one.memory[kind], other.memory[kind]
+        expected = max(sizes) if kind in largest else sum(sizes) / 2
+        assert mixed.memory[kind] == pytest.approx(expected, abs=2), kind
+    assert mixed.seconds["blocks"] == pytest.approx((one.seconds["blocks"] + other.seconds["blocks"]) / 2)
+    assert mixed.step_seconds == pytest.approx((one.step_seconds + other.step_seconds) / 2, rel=0.02)
+
+
+def test_a_plan_says_that_a_gpu_cannot_run_a_named_scheme():
+    chosen = {"quantize": "int8", "quantize_overrides": {"*.qkv": "fp8_rowwise"}, "dry_run": True}
+    with pytest.raises(UserError, match=r"has no FP8 arithmetic, which fp8_rowwise \(--quantize_overrides\) needs"):
+        checked_of(LanguageSettings(batch_size=1, gpu="a100", **chosen))

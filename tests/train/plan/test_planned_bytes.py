@@ -34,7 +34,18 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 MIXTURE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "head_dim": 64}
 ON_HOST = ("step", "refresh", "cosines")
 
-CASES = {name: {"optim": name} for name in OPTIMIZERS.names()}
+CASES = {
+    "other schemes by name": {
+        "quantize": "int8",
+        "quantize_overrides": {"*.down_proj": "int8_weight", "layers.0.*": "bf16", "lm_head": "fp8_blockwise"},
+    },
+    "other schemes on some layers": {
+        "quantize": "fp8_tensorwise",
+        "quantize_overrides": {"layers.1.*": "int4_weight", "layers.2.mlp.*": "nvfp4", "layers.2.attn.*": "bf16"},
+        "weight_codes": "one",
+    },
+}
+CASES |= {name: {"optim": name} for name in OPTIMIZERS.names()}
 CASES |= {name: {"quantize": name} for name in SCHEMES.names() if name != "auto"}  # auto is one of the others
 CASES |= {
     "a master copy": {"optim_kwargs": {"master": "fp32"}},
@@ -62,7 +73,7 @@ def held(tensors) -> int:
 def test_planned_bytes_are_those_of_the_tensors(case):
     """To 1% of each, or 1% of the weights where a library's states are next to nothing."""
     checked = checked_of(LanguageSettings(batch_size=1, seq_len=8, **CASES[case]))
-    config = ModelConfig.from_hf(SHAPE)
+    config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": 3 if checked.settings.quantize_overrides else 1})
     linears = linears_of(checked, config)
     model = Decoder(config).to(torch.bfloat16)
     one = checked.settings.weight_codes == "one"
@@ -141,6 +152,7 @@ ON_TWO = (
     {"quantize": "fp8_tensorwise", "quantize_kwargs": {"grad_input": "bf16"}},
     {"optim": "muon"},
     {"quantize": "fp8_tensorwise", "weight_codes": "one"},
+    {"quantize": "fp8_tensorwise", "quantize_overrides": {"layers.0.attn.*": "bf16", "layers.0.mlp.*": "int8_weight"}},
 )
 
 

@@ -67,20 +67,29 @@ CASES = {
         {"offload": ("weights",), "lora": LORA, "gpus": 2},
         {"gpus": 1},
     ),
+    ("--offload", "gradients of several processes without --reshard_after_forward always"): (
+        PRETRAIN,
+        {"offload": ("gradients",), "gpus": 2},
+        {"reshard_after_forward": "always"},
+    ),
     ("--offload", "weights without gradients"): (FINETUNE, {"offload": ("weights",)}, {"lora": LORA}),
-    ("--offload", "gradients without weights"): (PRETRAIN, {"offload": ("gradients",)}, {"offload": MOVED}),
-    ("--offload", "gradients with --optim that keeps its states on the GPU"): (
+    ("--offload", "gradients of one process without weights"): (
+        PRETRAIN,
+        {"offload": ("gradients",)},
+        {"offload": MOVED},
+    ),
+    ("--offload", "gradients of one process with --optim that keeps its states on the GPU"): (
         PRETRAIN,
         {"offload": MOVED, "optim": "muon"},
         {"optim": "sgd"},
     ),
-    ("--offload", "gradients with weights stored in low bits"): (
+    ("--offload", "gradients of one process with weights stored in low bits"): (
         PRETRAIN,
         {"offload": MOVED, "quantize": "int8_weight"},
         {"quantize": "bitnet"},
     ),
     ("--optimizer_in_backward", "--offload gradients"): (PRETRAIN, {"offload": MOVED, **ALONE}, {"offload": ("m",)}),
-    ("--deterministic", "--offload gradients"): (
+    ("--deterministic", "--offload gradients of one process"): (
         PRETRAIN,
         {"offload": MOVED, "deterministic": True},
         {"deterministic": False},
@@ -156,6 +165,11 @@ CASES = {
     ("--lora.targets", "--model_impl hf"): (FINETUNE, {"lora": EXPERTS, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--lora.targets", "--lora dora"): (FINETUNE, {"lora": {**EXPERTS, "dora": True}}, {"lora": EXPERTS}),
     ("--quantize", "--lora dora"): (FINETUNE, {"lora": {"dora": True}, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--quantize_overrides", "--lora dora"): (
+        FINETUNE,
+        {"lora": {"dora": True}, "quantize_overrides": {"*": "bf16", "*.qkv": "int8"}},
+        {"quantize_overrides": {"*": "bf16", "*.qkv": "int8_weight"}},
+    ),
     ("--quantize_kwargs", "--lora base"): (
         FINETUNE,
         {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},

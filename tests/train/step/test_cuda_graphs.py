@@ -11,7 +11,7 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding import host_gradients
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears, reassign
 from qtrain.train.settings.settings import OFFLOAD_NAMES
 from qtrain.train.step import cuda_graphs
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
@@ -54,9 +54,11 @@ def train(
     layers: int = WIDE["num_hidden_layers"],
     master: str = "none",
     tied: bool = True,
+    reassigned: dict[str, str] | None = None,
     **kind,
 ):
     """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
+    reassigned: other schemes of linears from step WARM_UP + 2 on.
     quantize_head: the output head too; its loss is computed in three chunks. offload: names of --offload."""
     device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     source, moved = ModelSource("tiny", config, "--model"), "gradients" in offload  # weights then are, too
@@ -82,7 +84,10 @@ def train(
     forward, same = language_forward(model, None), {"parallel": parallel}
     graphs = StepGraphs(model, forward, quantized, parallel) if graphed else None
     seen = []
-    for step in range(STEPS):
+    for step in range(STEPS if reassigned is None else 2 * STEPS):
+        if reassigned is not None and step == WARM_UP + 2:
+            assert graphs is None or graphs._micro_steps
+            reassign(model, quantized, {name: SCHEMES.make(to, {}, "-") for name, to in reassigned.items()})
         rows = 2 if step == odd_step else 4
         read = batches(step, accumulation, rows, **kind)
         found = compute_gradients(model, forward, quantized, read, step, graphs, **same)
@@ -119,6 +124,19 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
     assert replayed == ordinary
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_graphs_are_recorded_again_once_linears_are_reassigned(accumulation):
+    """To high precision, from it, and under delayed scaling: with the bits of ordinary steps."""
+    other = {"layers.0.attn.qkv": "bf16", "layers.1.mlp.down_proj": "int8", "lm_head": "fp8_rowwise"}
+    delayed = ("fp8_tensorwise", {"scaling": "delayed"}, accumulation)
+    ordinary, weights, _ = train(*delayed, graphed=False, reassigned=other)
+    replayed, weights_replayed, graphs = train(*delayed, graphed=True, reassigned=other)
+    assert replayed == ordinary
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    assert len(graphs._micro_steps) == min(accumulation, 2) and graphs._refresh is not None
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.hf_layout import TensorSlice, layout
 from qtrain.models.hf.readers.declared import DeclaredCodes
 from qtrain.models.native.decoder import Decoder
-from qtrain.quant.swap import find_linears
+from qtrain.quant.choices import find_linears
 
 IN_HIGH_PRECISION = "--model has it in high precision"
 

@@ -13,7 +13,7 @@ from qtrain.kernels.numerics.formats import NF4_VALUES
 from qtrain.models import EXPORT_FORMATS, Decoder, ModelSource, build_model, export_hf, read_model_source
 from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf.quantized_export import export_quantized
-from qtrain.quant.swap import find_linears
+from qtrain.quant.choices import find_linears
 from tests.models.hf.test_quantized_export import FAMILIES, TRAINED_IN
 
 FORMATS = [*TRAINED_IN, "nf4", "nf4_double"]

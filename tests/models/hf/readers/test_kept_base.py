@@ -71,7 +71,7 @@ def test_codes_are_those_of_the_file_before_and_after_training(fmt, family, file
     if files == "several":
         split(tmp_path / "hf")
     model, quantized, _ = built(tmp_path / "hf")
-    assert {c.scheme_name for c in quantized.choices if c.reason is None} == {KEPT[fmt]}
+    assert {c.spec for c in quantized.choices if c.reason is None} == {KEPT[fmt]}
     add_lora(model, Lora(r=4), seed=0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     found = []

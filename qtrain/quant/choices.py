@@ -1,0 +1,188 @@
+"""The decision on each linear of a model: the scheme that it runs in, or why it stays in high precision.
+
+Any nn.Module works: its nn.Linear submodules are found. The caller names the output head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
+from qtrain.quant.gemm_table import emulates_grouped
+from qtrain.quant.grouped_linear import GroupedLinear, groups_of
+from qtrain.quant.scheme import LowBitScheme, Scheme
+from qtrain.quant.scheme_map import Spec, kind_of, spec_of, spec_text
+from qtrain.quant.weight_codes import in_one_layout
+
+NOTHING = "the scheme quantizes nothing"
+NO_NAMES: Mapping[str, str] = {}
+HEAD = "output head (--quantize_lm_head takes it too)"
+
+
+@dataclass(frozen=True)
+class LinearChoice:
+    """The decision on one linear: `reason` says why it stays in high precision; None: it is swapped, to `scheme`."""
+
+    name: str
+    in_features: int
+    out_features: int
+    reason: str | None
+    scheme: LowBitScheme | None = None
+    groups: int = 1
+    """Matrices of this shape in the linear (`grouped_linear.py`)."""
+    is_head: bool = False
+    rounds_logits: bool = False
+    """Whether the gradient of its output is rounded stochastically because it is the head."""
+    assigned: LowBitScheme | None = None
+    """What the map of schemes has, of which `scheme` is made for a head or for experts."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self.groups * self.out_features, self.in_features
+
+    @property
+    def weights(self) -> int:
+        rows, columns = self.shape
+        return rows * columns
+
+    @property
+    def stored(self) -> bool:
+        """Whether the weight itself is kept in low bits."""
+        return self.scheme is not None and self.scheme.stored_format is not None
+
+    @property
+    def in_one_layout(self) -> LowBitScheme | None:
+        """`scheme` with one layout of the weight's codes, where it can have it; products of groups read both."""
+        return in_one_layout(self.scheme) if self.scheme is not None and self.groups == 1 else self.scheme
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its products are emulated on every device, as those of experts in MX formats are."""
+        if self.scheme is None or self.groups == 1:
+            return False
+        low_bit = [gemm for gemm, arithmetic in self.scheme.gemm_dtypes().items() if arithmetic != "bf16"]
+        return any(emulates_grouped(*self.scheme.low_bit_formats(gemm)) for gemm in low_bit)
+
+    @property
+    def spec(self) -> Spec:
+        """The scheme that it runs in, as --quantize_overrides has it."""
+        return spec_of(self.assigned or self.scheme)
+
+
+def choose_linears(
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    device: torch.device,
+    head: nn.Module | None = None,
+    quantize_head: bool = False,
+    min_size: int = 0,
+    left: Mapping[str, str] = NO_NAMES,
+) -> list[LinearChoice]:
+    """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
+    trains. left: the linears that schemes which keep a checkpoint's codes leave, by name, with the reason."""
+    choices: list[LinearChoice] = []
+    shared = shared_weights(model)
+    for linear, names in find_linears(model).items():
+        groups, is_head = groups_of(linear), linear is head
+        choice = LinearChoice(names[0], linear.in_features, linear.out_features // groups, None, None, groups, is_head)
+        own, rule = scheme.at(choice.name)
+        reason = reason_to_leave(linear, choice, own, rule, quantize_head, min_size)
+        if reason is None and own.keeps_codes:
+            reason = left.get(choice.name)
+        shares = id(linear.weight) in shared
+        choices.append(replace(choice, reason=reason) if reason else decide(choice, own, shares, device))
+    return choices
+
+
+def reason_to_leave(
+    linear: nn.Linear, choice: LinearChoice, scheme: Scheme, rule: str | None, quantize_head: bool, min_size: int
+) -> str | None:
+    """Why a linear stays in high precision whatever low-bit scheme it has; None: the scheme decides."""
+    if scheme.leaves_all:
+        return rule or NOTHING
+    if type(linear) not in (nn.Linear, GroupedLinear):
+        return f"a {type(linear).__name__}, not a plain linear"
+    if isinstance(linear, GroupedLinear) and choice.out_features % BLOCK_ROWS:
+        return f"products of groups take matrices with rows in multiples of {BLOCK_ROWS}"
+    # A rule that names the linear is stronger than flags that leave linears out.
+    if choice.is_head and not (quantize_head or rule):
+        return HEAD
+    if min(choice.in_features, choice.out_features) < min_size and not rule:
+        return f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
+    return None
+
+
+def decide(choice: LinearChoice, scheme: LowBitScheme, shared: bool, device: torch.device) -> LinearChoice:
+    """`choice` with the scheme that is assigned to it, or with the reason why it stays in high precision. shared:
+    another module holds its weight too."""
+    k, n = choice.in_features, choice.out_features
+    own = scheme.for_linear(k, n, head=choice.is_head)
+    own = own.for_experts() if choice.groups > 1 else own
+    if reason := _refusal(own, k, n, shared, device):
+        return replace(choice, reason=reason, scheme=None, assigned=None, rounds_logits=False)
+    rounds_logits = choice.is_head and own.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
+    return replace(choice, reason=None, scheme=own, assigned=scheme, rounds_logits=rounds_logits)
+
+
+def _refusal(scheme: Scheme, in_features: int, out_features: int, shared: bool, device: torch.device) -> str | None:
+    """Why a linear stays in high precision on `device`; shared: another module holds its weight too."""
+    if shared and (scheme.latent or scheme.stored_format is not None):
+        return "another module shares its weight and needs it in high precision"
+    return scheme.refusal(in_features, out_features, device)
+
+
+def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
+    """Every nn.Linear of a model, each once, with all of its names."""
+    found: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """ids of parameters that more than one module holds."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def describe_choices(choices: list[LinearChoice]) -> list[str]:
+    """The plan's lines: one per (kind, shape, decision), with the number of linears. Where linears of a kind and shape
+    run in several schemes, their layers are listed."""
+    if choices and all(c.reason == NOTHING for c in choices):
+        return [f"{len(choices):4d} linears: all left, {NOTHING}"]
+    mixed = len({spec_text(c.spec) for c in choices if c.reason is None}) > 1
+    groups: dict[tuple[str, str], dict[str, list[LinearChoice]]] = {}
+    for c in choices:
+        done = f"left, {c.reason}" if c.reason else f"quantized, {spec_text(c.spec)}" if mixed else "quantized"
+        if c.rounds_logits:
+            done += ", the gradient of logits rounded stochastically"
+        each = f"{c.groups} of " if c.groups > 1 else ""
+        shape = f"{each}{c.in_features} -> {c.out_features}"
+        groups.setdefault((kind_of(c.name), shape), {}).setdefault(done, []).append(c)
+    return [
+        f"{len(linears):4d} x {kind} {shape}{_layers(linears) if len(decisions) > 1 else ''}: {done}"
+        for (kind, shape), decisions in groups.items()
+        for done, linears in decisions.items()
+    ]
+
+
+def _layers(linears: list[LinearChoice]) -> str:
+    """The numbers in their names, as ranges: " (0, 2-5)"."""
+    numbers = [".".join(part for part in c.name.split(".") if part.isdigit()) for c in linears]
+    if not all(number.isdigit() for number in numbers):
+        return f" ({', '.join(numbers)})" if all(numbers) else ""
+    ranges: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return f" ({', '.join(str(a) if a == b else f'{a}-{b}' for a, b in ranges)})"

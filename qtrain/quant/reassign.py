@@ -1,0 +1,138 @@
+"""Changes the schemes of linears of a model that trains.
+
+Afterwards the model is the one that would have been built with the new map: linears that stay in high precision are
+nn.Linear, the others LowBitLinear, and all draw the random bits of that model. Parameters are the same objects, so
+optimizers and checkpoints do not notice. Codes are made anew. The absmax history of linears that stay under delayed
+scaling is kept, for it is of their tensors, whatever the format; others begin without one.
+
+What has been recorded of the steps before launches other kernels: recorded graphs are dropped by the number of
+assignments (`StepGraphs`), and a compiler notices that a module is another one.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.quant.choices import LinearChoice, decide, reason_to_leave, shared_weights
+from qtrain.quant.compiled_layers import allow_kinds
+from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.quantized_model import QuantizedModel
+from qtrain.quant.scheme import Scheme
+from qtrain.quant.scheme_map import spec_of, spec_text
+from qtrain.quant.swap import number_keys, swap
+
+log = logging.getLogger("qtrain")
+
+REASON = "reassigned"
+"""Of linears that stay in high precision because of it."""
+
+
+def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, Scheme]) -> None:
+    """Run the named linears in other schemes from the next step on; to be called between steps, on all processes.
+
+    UserError for names that are no linears', for schemes that these cannot run in, and where the map is fixed: where
+    processes share weights as codes, and for weights stored in low bits, which are parameters of another kind.
+    """
+    former, before = {choice.name: choice for choice in quantized.choices}, quantized.by_name()
+    for name in schemes:
+        if name not in former:
+            raise unknown_name("reassign", "linear", name, former)
+    # A linear that is not swapped is kept alive by the model alone.
+    linears = {name: before[name] if name in before else quantized.left[name]() for name in schemes}
+    shared = shared_weights(model)
+    chosen = {
+        name: _choose(former[name], linears[name], scheme, id(linears[name].weight) in shared, quantized)
+        for name, scheme in schemes.items()
+    }
+    changed = {name: choice for name, choice in chosen.items() if choice.spec != former[name].spec}
+    if not changed:
+        return
+    if quantized.fixed:
+        raise UserError(f"reassign: {quantized.fixed}, so the schemes of linears stay as they are.")
+    histories, numbers = quantized.amax_rows(), quantized.keys[:, 2].tolist()
+    quantized.choices = [changed.get(name, choice) for name, choice in former.items()]
+    quantized.keys[:, 1].fill_(quantized.step)  # of a model without linears in low bits nobody has set it
+    now = number_keys(quantized)
+    after = {name: linear for name, linear in before.items() if name not in changed}
+    for name, choice in changed.items():
+        new = plain = _plain(linears[name])
+        quantized.left.pop(name, None)
+        if choice.reason is None:
+            new = after[name] = swap(plain, choice, quantized)
+            quantized.ask_amax(new)
+        else:
+            quantized.left[name] = weakref.ref(new)
+        _replace(model, linears[name], new)
+    quantized.linears = [after[choice.name] for choice in quantized.choices if choice.reason is None]
+    _keep_histories(quantized, histories)
+    # Weights that are rounded stochastically are rounded again, with the bits of their new numbers.
+    renumbered = {name for name, number, then in zip(former, now, numbers, strict=True) if number != then}
+    for name in [name for name in after if name in renumbered and name not in changed]:
+        if after[name].weight.requires_grad and any(after[name].scheme.rounds("w")):
+            after[name].refresh()
+    quantized.assignments += 1
+    allow_kinds(len(changed))  # at most so many layers are of a new kind
+    for spec in dict.fromkeys(spec_text(choice.spec) for choice in changed.values()):
+        names = [name for name, choice in changed.items() if spec_text(choice.spec) == spec]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        log.info("scheme      %s: %s%s", spec, ", ".join(names[:4]), more)
+
+
+def _choose(
+    former: LinearChoice, linear: nn.Module, scheme: Scheme, shared: bool, quantized: QuantizedModel
+) -> LinearChoice:
+    """The choice of a linear in another scheme. UserError where it cannot run in it."""
+    if former.spec == spec_of(None if scheme.leaves_all else scheme):
+        return former
+    choice = replace(former, reason=REASON, scheme=None, assigned=None, rounds_logits=False)
+    why = None
+    if not scheme.leaves_all:
+        why = reason_to_leave(_plain(linear), former, scheme, REASON, True, 0)
+        choice = decide(former, scheme, shared, linear.weight.device)
+        why = why or choice.reason
+        if scheme.sub_norm and not any(c.scheme and c.scheme.sub_norm for c in quantized.choices):
+            why = 'the model lacks its norms; give it "sub_norm":false'
+    if former.stored or choice.stored:
+        why = "weights stored in low bits are parameters of another kind, which a model has from its build on"
+    if why:
+        raise UserError(f"reassign: {former.name} cannot run in {spec_text(spec_of(scheme))}: {why}.")
+    return choice
+
+
+def _plain(linear: nn.Module) -> nn.Linear:
+    """A linear in high precision with the parameters of `linear`; itself if it is one."""
+    if not isinstance(linear, LowBitLinear):
+        return linear
+    with torch.device("meta"):
+        if linear.groups is None:
+            plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        else:
+            groups = linear.groups.count
+            plain = GroupedLinear(groups, linear.in_features, linear.out_features // groups)
+    plain.weight, plain.bias = linear.weight, linear.bias
+    return plain.train(linear.training)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is, also within an adapter."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child is old:
+                setattr(module, name, new)
+
+
+def _keep_histories(quantized: QuantizedModel, histories: Mapping[str, torch.Tensor]) -> None:
+    """Begin the histories of delayed scaling that the model has now with those that it had, by linear."""
+    quantized.keep_amax()
+    for name, own in quantized.amax_rows().items():
+        if name in histories:
+            steps = min(histories[name].shape[1], quantized.by_name()[name].scheme.amax_history)
+            own[:, :steps] = histories[name][:, :steps]
+    if quantized.amax is not None:
+        quantized.amax.roll()  # nothing has been seen since the last time: it computes scales
