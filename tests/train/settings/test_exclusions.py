@@ -20,6 +20,7 @@ BF16 = dict.fromkeys(("output", "grad_input", "grad_weight"), "bf16")
 DECAYLESS = {"decay": 0}
 
 LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
+MERGED = {"merge_format": "fp8_block"}
 ALONE = {"optimizer_in_backward": True, "clip_grad_norm": 0.0}
 MOVED = ("weights", "gradients")
 WORLD = {"dry_run": True, "gpu": "h200", "world_size": 2}
@@ -174,6 +175,44 @@ CASES = {
         FINETUNE,
         {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},
         {"lora": LORA},
+    ),
+    **{
+        ("--lora.merge_format", f"--lora {name}"): (FINETUNE, {"lora": {**MERGED, **options}}, {"lora": MERGED})
+        for name, options in (
+            ("dora", {"dora": True}),
+            ("dropout", {"dropout": 0.1}),
+            ("expert targets", EXPERTS),
+        )
+    },
+    ("--lora.merge_format", "--quantize_overrides"): (
+        FINETUNE,
+        {"lora": MERGED, "quantize_overrides": {"*.qkv": "int8"}},
+        {"quantize_overrides": None},
+    ),
+    ("--lora.merge_format", "--lora merge original"): (
+        FINETUNE,
+        {"lora": {**MERGED, "merge": "original"}},
+        {"lora": MERGED},
+    ),
+    ("--lora.merge_format", "--quantize"): (FINETUNE, {"lora": MERGED, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--lora.merge_format", "--model_impl hf"): (
+        FINETUNE,
+        {"lora": MERGED, "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
+    **{
+        ("--lora.merge_format", f"--{name}"): (FINETUNE, {**WORLD, "lora": MERGED, name: 2}, {name: 1})
+        for name in ("tp", "ep")
+    },
+    ("--lora.merge_format", "--reshard_after_forward always"): (
+        FINETUNE,
+        {**WORLD, "lora": MERGED, "reshard_after_forward": "always"},
+        {"reshard_after_forward": "auto"},
+    ),
+    ("--lora.merge_format", "--export_format without it"): (
+        FINETUNE,
+        {"lora": MERGED},
+        {"export_format": ("hf", "fp8_block")},
     ),
     ("--lora.merge", "--no_pretrained"): (
         FINETUNE,

@@ -288,6 +288,25 @@ def test_a_merged_export_is_the_kept_base_with_its_adapters(here):
     torch.testing.assert_close(model.layers[0].mlp.down_proj.weight, wanted)
 
 
+def test_a_merge_back_into_the_format_of_the_checkpoint_is_what_was_trained(here):
+    """The last evaluation of the run is that of the exported codes."""
+    write_coded(Path("coded"), "fp8_block", vocab_size=258)
+    text = {"type": "text", "paths": "text.txt", "tokenizer": "byte"}
+    done = finetune(
+        "coded", lora={"r": 4, "merge_format": "fp8_block"}, export_format=["hf", "fp8_block"], eval_ds=text,
+        eval_sequences=4, n_steps=12,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "all 14 matrices hold the codes that training multiplied with" in done.out
+    run = only_run(Path("runs"), "llm_finetune")
+    last = [r["eval_loss"] for r in read_metrics(run / "metrics.jsonl") if "eval_loss" in r][-1]
+    again = finetune(str(run / "fp8_block"), lr=0.0, n_steps=1, eval_ds=text, eval_sequences=4, runs_dir="again")
+    assert again.code == 0, again.err
+    records = read_metrics(only_run(Path("again"), "llm_finetune") / "metrics.jsonl")
+    first = next(r["eval_loss"] for r in records if "eval_loss" in r)
+    assert abs(first - last) < 1e-4
+
+
 def test_a_checkpoint_of_a_run_resumes_on_the_same_codes(here):
     write_coded(Path("coded"), "ct_int8", vocab_size=258)
     done = finetune("coded", lora={"r": 4}, ckpt_interval=4)
