@@ -438,7 +438,6 @@ def frozen_weights() -> Iterator[Case]:
 GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
 TUNED = {
     "_persistent_mm_kernel",
-    "_low_rank_mm_kernel",
     "_slice_kernel",
     "_sum_slices_kernel",
     "_int4_mm_kernel",

@@ -105,6 +105,20 @@ def scale_and_store(
         store_tile(c_desc, total, row, column, SUBTILES, group)
 
 
+@triton.jit
+def add_low_rank(out, row, column, low_rank_ptrs, sizes, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """A tile [BLOCK_M, BLOCK_N] at (row, column), fp32, plus its part of L · Rᵀ. low_rank_ptrs: L [m, RANK] and
+    R [n, RANK], contiguous; sizes: (m, n). BLOCK_R: the next power of two, at least 16 as `tl.dot` wants."""
+    left_ptr, right_ptr = low_rank_ptrs
+    m, n = sizes
+    rows, columns = row + tl.arange(0, out.shape[0]), column + tl.arange(0, out.shape[1])
+    ranks = tl.arange(0, BLOCK_R)
+    inside = (ranks < RANK)[None, :]
+    left = tl.load(left_ptr + rows.to(tl.int64)[:, None] * RANK + ranks[None, :], (rows < m)[:, None] & inside, 0.0)
+    right = tl.load(right_ptr + columns[:, None] * RANK + ranks[None, :], (columns < n)[:, None] & inside, 0.0)
+    return tl.dot(left, right.T, out)
+
+
 @triton.jit(do_not_specialize=["tiles"])  # one binary for all shapes: descriptors do the addressing
 def _persistent_mm_kernel(
     # TMA descriptors of A [m, k] and B [n, k], int8, fp8 or fp16, K-major, in blocks [BLOCK_M or BLOCK_N, BLOCK_K]; and
@@ -112,12 +126,14 @@ def _persistent_mm_kernel(
     a_desc, b_desc, c_desc,
     # Scales fp32 [m] or [1], [n] or [1]; None: stores the accumulators. Bias of any float dtype [n], or None.
     epilogue_ptrs,
+    # L [m, RANK] and R [n, RANK] of a 16-bit float dtype, whose product is added to what is scaled; or None.
+    low_rank_ptrs,
     # Only the first so many tiles are computed: the rest is left to split-K. TILING: a `Tiling`.
     tiles, PROGRAMS: tl.constexpr, TILING: tl.constexpr,
     # max_num_imprecise_acc of FP8: block_k adds every step to an fp32 total outside the tensor cores.
     IMPRECISE: tl.constexpr,
-    # As for `scale_tile`.
-    ROWS: tl.constexpr,
+    # As for `scale_tile`, and for `add_low_rank`.
+    ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """PROGRAMS CTAs stay resident and take every PROGRAMS-th tile. flatten: tiles and steps of K become one loop, so
     that the loads of the next tile's first stages overlap with this tile's epilogue."""
@@ -135,7 +151,12 @@ def _persistent_mm_kernel(
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
+        if low_rank_ptrs is None:
+            scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
+        else:
+            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
+            out = add_low_rank(out, row, column, low_rank_ptrs, (m, n), RANK, BLOCK_R)
+            store_tile(c_desc, out, row, column, TILING.subtiles)
 
 
 def launch_persistent_mm(
@@ -148,13 +169,15 @@ def launch_persistent_mm(
     bias: Tensor | None = None,
     fast_accum: bool = True,
     tiles: int | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """A [M, K] · B [N, K]ᵀ into `out` [M, N]; none empty, rows contiguous, at multiples of 16 bytes.
 
     scales: fp32 [M] or [1] and [N] or [1]; None: `out` has the accumulators' dtype. bias [N] is added to what is
-    scaled. tiles: computes only the first ones; None: all.
+    scaled, and the product L · Rᵀ of low_rank, L [M, r] and R [N, r]. tiles: computes only the first ones; None: all.
     """
     m, n, t = a.shape[0], b.shape[0], tiling
+    rank = low_rank[0].shape[1] if low_rank else 0
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), tiles)  # all resident at once
@@ -162,9 +185,9 @@ def launch_persistent_mm(
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        (*(scales or (None, None)), bias), tiles, PROGRAMS=programs,
+        (*(scales or (None, None)), bias), low_rank, tiles, PROGRAMS=programs,
         TILING=t, IMPRECISE=imprecise(a, t, fast_accum), ROWS=scales_rows(scales),
-        num_warps=t.warps, num_stages=t.stages,
+        RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 

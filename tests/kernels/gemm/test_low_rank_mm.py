@@ -9,12 +9,11 @@ from qtrain.kernels.gemm.low_rank_mm import (
     LARGEST_RANK,
     TILINGS,
     TWO_PASSES,
-    launch_low_rank_mm,
     low_rank_mm,
     low_rank_mm_names,
     low_rank_mm_ref,
 )
-from qtrain.kernels.gemm.persistent import Tiling
+from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, operands, truth
 
 SMALL = Tiling(64, 64, 64, 4, 3)
@@ -82,8 +81,8 @@ def test_what_the_kernel_cannot_take_has_two_passes(monkeypatch):
 def test_kernel_in_the_interpreter(dtypes, m, n, k, rank):
     """In fp32, whose products the interpreter computes as they are."""
     codes, factors = operands(m, n, k, dtypes), low_rank(m, n, rank, torch.float32)
-    bias = torch.randn(n)
-    out = launch_low_rank_mm(*codes, *factors, torch.full((m, n), float("nan")), SMALL, bias=bias)
+    (a, b, *scales), bias, out = codes, torch.randn(n), torch.full((m, n), float("nan"))
+    launch_persistent_mm(a, b, out, SMALL, tuple(scales), bias=bias, low_rank=factors)
     torch.testing.assert_close(out, low_rank_mm_ref(*codes, *factors, torch.float32, bias), rtol=1e-5, atol=1e-3)
 
 

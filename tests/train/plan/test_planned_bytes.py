@@ -178,10 +178,14 @@ def test_planned_bytes_of_frozen_layers_on_a_rank_of_two(options, lora):
     ),
 )
 def test_planned_bytes_of_a_rank_of_two(options, full_shard):
-    """Those of the fuller one: whole matrices do not divide evenly."""
+    """Those of the fuller one: whole matrices do not divide evenly. Of layers that differ the two largest are planned
+    to be gathered at once, which these two are not."""
     found = run_ranks(2, _on_mesh, options, full_shard)
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
-    assert planned == pytest.approx(max(weights), rel=0.02 if full_shard else 0.01)  # scales of small layers
+    if full_shard and "quantize_overrides" in options:
+        assert max(weights) <= planned <= 1.08 * max(weights)
+    else:
+        assert planned == pytest.approx(max(weights), rel=0.02 if full_shard else 0.01)  # scales of small layers
     assert states == pytest.approx(max(of_states), rel=0.01)
 
 
