@@ -3,13 +3,14 @@
 python -m benchmarks.merge_recovery
 
 A small llama learns Python's standard library byte by byte. Its weights are then rounded to a format, as those of a
-quantized checkpoint are, and adapters learn this repository's documentation on them. Recovery is the fall of the
+quantized checkpoint are, and adapters learn Python's manual (pydoc's topics) on them. Recovery is the fall of the
 evaluation loss of the merged and rounded weights, over that of the adapters beside the rounded base: 100% where the
 merge loses nothing. Adapters are trained plainly, and through the rounding (`--lora '{"merge_format":FORMAT}'`).
 """
 
 import copy
 import os
+import pydoc_data
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,9 @@ COLUMNS = ("base", "adapters", "plain, merged", "aware, merged", "plain", "aware
 class RecoverySettings:
     """Compare adapters that are trained plainly and through the rounding of the merge."""
 
-    pretrain_steps: Count = 1000
+    pretrain_steps: Count = 600
     """Steps on Python's standard library."""
-    steps: Count = 150
+    steps: Count = 100
     """Steps of the adapters."""
     formats: tuple[str, ...] = FORMATS
     """Formats of the weights, as for --export_format."""
@@ -131,13 +132,12 @@ def main(argv: list[str]) -> None:
     device = choose_device(settings.device)
     for name in settings.formats:
         merge_format(name, "--formats")
-    documents = Path(__file__).parents[1]
     python = Text(sorted(Path(os.__file__).parent.glob("*.py"))[:80], device)
-    docs = Text([documents / "README.md", *sorted((documents / "docs").glob("*.md"))], device)
+    manual = Text([Path(pydoc_data.__file__).with_name("topics.py")], device)
     model = build_model(ModelSource("small", SHAPE, "--model"), device=device, seed=0)
     train(model, python, settings.pretrain_steps, 2e-3, 0)
     print(
-        f"pretrained: loss {evaluated(model, python):.3f} on Python, {evaluated(model, docs):.3f} on documents",
+        f"pretrained: loss {evaluated(model, python):.3f} on Python, {evaluated(model, manual):.3f} on its manual",
         flush=True,
     )
     title = f"Loss after {settings.steps} steps of adapters, and recovery of their gain by merged weights in low bits"
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     for name in settings.formats:
         base = rounded(model, name)
         for seed in settings.seeds:
-            found = row(base, docs, settings, seed, name)
+            found = row(base, manual, settings, seed, name)
             for key, value in found.items():
                 text = f"{value:.0f}%" if key in ("plain", "aware") else f"{value:.4f}"
                 table.put(f"{name}, seed {seed}", key, Cell(value, text=text))
