@@ -34,7 +34,7 @@ def reshards(
     always cannot be done. One process has layers in host memory in place of shards."""
     if "weights" in checked.offload:
         return True
-    if getattr(checked.scheme, "stored_format", None) == "e4m3_blocks":
+    if getattr(checked.scheme.root, "stored_format", None) == "e4m3_blocks":
         return False  # a scale covers 128 rows, which would be divided
     mode, mesh = checked.settings.reshard_after_forward, checked.mesh
     if mode == "always" and mesh.world > 1:
