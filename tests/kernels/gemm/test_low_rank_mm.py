@@ -101,8 +101,9 @@ def test_every_implementation(dtypes, name, tensorwise, monkeypatch):
                 continue
             bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
             out = low_rank_mm(*codes, *factors, bias)
-            # Fast accumulation keeps 14 bits of a sum; two passes round twice.
-            check(out, *codes, *factors, bias, slack=2**-8 if name == TWO_PASSES else 2**-12)
+            # As in `test_fp8_kernel`; two passes round twice.
+            rounding = 2**-8 if name == TWO_PASSES else 2**-12 if dtypes[0] == torch.int8 else 2**-9
+            check(out, *codes, *factors, bias, slack=rounding)
             ran += 1
     assert ran
 
