@@ -4,6 +4,7 @@ forward, backward and recompute.
 Where both operands follow from one set of codes, processes may exchange those in place of the weight (`wire_format`).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -112,6 +113,7 @@ def spanning_format(scheme: LowBitScheme) -> OperandFormat | None:
     )
 
 
+@functools.cache  # a plan asks for each linear
 def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
     """The scheme with one layout of a weight's codes, from which `grad_input` makes those that it reads, with the same
     bits; the scheme itself where there is no second layout, or where it does not follow from the first."""
