@@ -113,18 +113,21 @@ def spanning_format(scheme: LowBitScheme) -> OperandFormat | None:
     )
 
 
-@functools.cache  # a plan asks for each linear
 def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
     """The scheme with one layout of a weight's codes, from which `grad_input` makes those that it reads, with the same
     bits; the scheme itself where there is no second layout, or where it does not follow from the first."""
+    # No option of a scheme, and so no field.
+    return scheme.derived(one_weight_layout=True) if _second_layout_follows(scheme) else scheme
+
+
+@functools.cache  # a plan asks for each linear
+def _second_layout_follows(scheme: LowBitScheme) -> bool:
     rows, columns = scheme.formats_of("w")
     if rows is None or columns is None or columns.sum_dim == 0:
-        return scheme
+        return False
     # Scales of rows and of columns are of different values: those of columns follow from a stored weight alone.
     stored = scheme.stored_format is not None and rows == STORED_FORMATS[scheme.stored_format]
-    if wire_format(scheme) is None and not (stored and columns.granularity == "rowwise"):
-        return scheme
-    return scheme.derived(one_weight_layout=True)  # no option of a scheme, and so no field
+    return wire_format(scheme) is not None or (stored and columns.granularity == "rowwise")
 
 
 def has_two_layouts(scheme: Scheme) -> bool:

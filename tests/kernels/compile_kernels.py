@@ -25,7 +25,7 @@ from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
-from qtrain.kernels.gemm.persistent import launch_transpose_8bit
+from qtrain.kernels.gemm.persistent import launch_persistent_mm, launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
@@ -250,8 +250,8 @@ def gemms() -> Iterator[Case]:
         x, y, scale = zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512, dtype=FP32)
         yield (
             number == 2,
-            lambda t=t, x=x, y=y, s=scale, r=rank: low_rank_mm.launch_low_rank_mm(
-                x, y, s, s, zeros(512, r), zeros(512, r), zeros(512, 512), t
+            lambda t=t, x=x, y=y, s=scale, r=rank: launch_persistent_mm(
+                x, y, zeros(512, 512), t, (s, s), low_rank=(zeros(512, r), zeros(512, r))
             ),
         )
     for number, t in enumerate(int8_mm.TILINGS.values()):

@@ -124,4 +124,4 @@ def test_a_shared_weight_and_odd_widths_are_left():
     model[1].weight = model[0].weight
     quantized = quantize_linears(model, SCHEMES.make("int4_weight", {}, "--quantize"), seed=0)
     reasons = {choice.name: choice.reason for choice in quantized.choices}
-    assert "another module" in reasons["1"] and reasons["2"] is None and "even number" in reasons["3"]
+    assert "another module" in reasons["1"] and reasons["2"] is None and "multiples of 2" in reasons["3"]
