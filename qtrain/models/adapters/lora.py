@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.models.config.hf_layout import Projection, layout
+from qtrain.models.config.hf_layout import Projection, TensorSlice, weights_of
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
 from qtrain.models.hf.initial_values import named_generator
 from qtrain.models.native.decoder import Decoder
@@ -228,13 +228,12 @@ def expert_projections(model: nn.Module) -> dict[str, list[Projection]]:
 
 
 def _in_layout(model: Decoder, linears: dict[str, nn.Module]) -> dict[str, list[Projection]]:
-    found: dict[str, list[Projection]] = {}
-    for entry in layout(model.config):
-        owner, _, kind = (entry.name or "").rpartition(".")
-        if kind == "weight" and owner in linears:
-            stop = linears[owner].out_features if entry.stop is None else entry.stop
-            found.setdefault(owner, []).append(Projection(entry.hf_name.removesuffix(".weight"), entry.start, stop))
-    return found
+    def projection(entry: TensorSlice, rows: int) -> Projection:
+        stop = rows if entry.stop is None else entry.stop
+        return Projection(entry.hf_name.removesuffix(".weight"), entry.start, stop)
+
+    found = weights_of(model.config, linears)
+    return {name: [projection(e, linears[name].out_features) for e in entries] for name, entries in found.items()}
 
 
 def chosen_targets(lora: Lora, words: Collection[str], experts: Collection[str], flag: str = "--lora") -> set[str]:

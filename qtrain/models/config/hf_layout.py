@@ -6,7 +6,7 @@ each expert's projections too. Each tensor of a checkpoint is rows of a paramete
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor
@@ -68,6 +68,16 @@ def layout(config: ModelConfig) -> Iterator[TensorSlice]:
     yield TensorSlice("model.norm.weight", "norm.weight")
     if not config.tie_word_embeddings:
         yield TensorSlice("lm_head.weight", "lm_head.weight")
+
+
+def weights_of(config: ModelConfig, owners: Container[str]) -> dict[str, list[TensorSlice]]:
+    """Name of each of these modules -> the tensors of a checkpoint that its weight consists of."""
+    found: dict[str, list[TensorSlice]] = {}
+    for entry in layout(config):
+        owner, _, kind = (entry.name or "").rpartition(".")
+        if kind == "weight" and owner in owners:
+            found.setdefault(owner, []).append(entry)
+    return found
 
 
 def is_ignored(hf_name: str, config: ModelConfig) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.hf_layout import TensorSlice, is_ignored, layout
+from qtrain.models.hf.coded_files import CodedFiles
 from qtrain.models.hf.io import files_of_tensors, opened_tensors, refuse_nonfinite, refuse_tensors, weights_folder
-from qtrain.models.hf.readers.coded_files import CodedFiles
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.tensors.partition import Partition

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qtrain.core.errors import UserError
 from qtrain.models.config.hf_layout import TensorSlice, layout
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
-from qtrain.models.hf.io import Tokenizer, export_hf
+from qtrain.models.hf.io import MAX_SHARD_BYTES, Tokenizer, export_hf
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.hf.tensor_files import write_tensors
 from qtrain.models.native.decoder import Decoder
@@ -37,7 +37,6 @@ from qtrain.quant.export_codes import (
 from qtrain.quant.merged_linear import MergedLinear
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
-MAX_SHARD_BYTES = 5_000_000_000
 HEAD = "lm_head"
 
 

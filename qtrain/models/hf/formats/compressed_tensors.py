@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import unpack
-from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat, blocks
+from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat, blocks, stored_scale
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 _PER_TOKEN = {"strategy": "token", "dynamic": True}
@@ -37,7 +37,7 @@ class CompressedTensors(SafetensorsFormat):
 
     def tensors(self, codes: QuantizedTensor, columns: int) -> Mapping[str, Tensor]:
         scale = codes.scale if codes.scale.ndim == 2 else codes.scale[:, None]
-        return {"weight": codes.codes, "weight_scale": scale.view(torch.uint8) if scale.itemsize == 1 else scale}
+        return {"weight": codes.codes, "weight_scale": stored_scale(scale)}
 
     def quantization_config(self, left: Sequence[str]) -> dict[str, Any]:
         weights = {"symmetric": True, "dynamic": False, **self.weights}

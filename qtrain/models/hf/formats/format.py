@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qtrain.core.registry import Registry
@@ -65,6 +66,11 @@ class SafetensorsFormat(ExportFormat, ABC):
     @abstractmethod
     def quantization_config(self, left: Sequence[str]) -> dict[str, Any]:
         """The entry of config.json. left: modules whose weights stay in high precision, by name."""
+
+
+def stored_scale(scale: Tensor) -> Tensor:
+    """A scale as files hold it: a power of two (E8M0) as its byte."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
 
 
 def blocks(fmt: OperandFormat) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat, blocks
+from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat, blocks, stored_scale
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 
@@ -19,8 +19,7 @@ class FineGrained(SafetensorsFormat):
     """What both share."""
 
     def tensors(self, codes: QuantizedTensor, columns: int) -> Mapping[str, Tensor]:
-        scale = codes.scale
-        return {"weight": codes.codes, "weight_scale_inv": scale.view(torch.uint8) if scale.itemsize == 1 else scale}
+        return {"weight": codes.codes, "weight_scale_inv": stored_scale(codes.scale)}
 
     def quantization_config(self, left: Sequence[str]) -> dict[str, Any]:
         return {

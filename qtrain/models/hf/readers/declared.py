@@ -1,7 +1,7 @@
 """What the `quantization_config` of a checkpoint declares: which matrices are codes, and of which format.
 
 It decides before anything is loaded, so that a plan knows what a frozen base keeps. The headers of the files decide
-when it is loaded (`coded_files.py`): a matrix that is declared and has no codes is one in high precision.
+when it is loaded (`hf/coded_files.py`): a matrix that is declared and has no codes is one in high precision.
 """
 
 import re

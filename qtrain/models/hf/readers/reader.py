@@ -1,6 +1,6 @@
 """How one matrix [N, K] of a checkpoint is read from its tensors: as codes and scales in our own layout, or as values.
 
-A family of formats has a file of its own here; `declared.py` chooses by `quantization_config`, and `coded_files.py`
+A family of formats has a file of its own here; `declared.py` chooses by `quantization_config`, and `hf/coded_files.py`
 reads the files. Nothing of a file is executed: tensors are safetensors, and what describes them is JSON.
 """
 

@@ -50,13 +50,6 @@ class CodedFiles:
         """Whether the matrix of this name is codes."""
         return name in self._matrices
 
-    def __len__(self) -> int:
-        return len(self._matrices)
-
-    @property
-    def description(self) -> str:
-        return self._declared.description
-
     @property
     def parts(self) -> set[str]:
         """Names of the tensors that belong to matrices in codes, and of those that no weight depends on."""
