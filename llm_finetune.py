@@ -72,7 +72,7 @@ def train(settings: FinetuneSettings) -> None:
         freeze_embedding,
         trained_part,
     )
-    from qtrain.train.assembly.exports import check_run_exports, push_exports, write_exports
+    from qtrain.train.assembly.exports import check_run_exports, export_paths, push_exports, write_exports
     from qtrain.train.assembly.frozen_base import frozen_base
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
@@ -157,7 +157,7 @@ def train(settings: FinetuneSettings) -> None:
         if settings.lm_eval and rank() == 0:
             training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
         if settings.push_to_hub and rank() == 0:
-            for line in push_exports({name: folder / name for name in settings.export_format}, settings.push_to_hub):
+            for line in push_exports(export_paths(run), settings.push_to_hub):
                 log.info("%s", line)
 
 

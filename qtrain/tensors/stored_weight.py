@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
-from qtrain.kernels.numerics.formats import FORMATS, codes_shape, scale_shape
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, scale_shape
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.update_rules import LowBitWeight
 from qtrain.kernels.quantize.nf4 import quantize_nf4
@@ -43,6 +43,12 @@ STORED_FORMATS: dict[str, OperandFormat] = {
     "nf4": OperandFormat("nf4", "1x64"),
     "ternary": OperandFormat("ternary", "rowwise"),
 }
+
+
+def rows_divide(format: str) -> bool:
+    """Whether a weight may be divided between any two rows: no scale covers several."""
+    return GRANULARITIES[STORED_FORMATS[format].granularity][0] == 1
+
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}

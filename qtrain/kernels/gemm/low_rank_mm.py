@@ -55,7 +55,8 @@ def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor) -> list[str]:
     aligned = left.element_size() == 2 and rank % 8 == k % 16 == n % 8 == 0
     if not (supported and aligned and rank <= LARGEST_RANK):
         return [TWO_PASSES]
-    return [*(t.name for t in ([*_DEEP, *_LARGE] if rank <= 16 else [*_LARGE]) + [_SQUARE]), TWO_PASSES]
+    tilings = [*(_DEEP if rank <= 16 else ()), *_LARGE, _SQUARE]
+    return [*(t.name for t in tilings), TWO_PASSES]
 
 
 @operator("low_rank_mm", fake=lambda a, b, left: left.new_empty(a.shape[0], b.shape[0]))

@@ -252,21 +252,19 @@ def estimate_memory(
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
         master_bytes = 0 if sums else master_bytes  # rounded in the memory of the sums
-    of_ranks, streams = (step.gradients_on_host and kind for kind in (reshards and share.states < 1, share.states == 1))
-    if of_ranks:
+    on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
+    if step.weights_on_host:
+        on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
+    if step.gradients_on_host and reshards and share.states < 1:  # sums of ranks
         at_step, held = round(trained.bytes * share.states) + PIECE_BYTES, PIECE_BYTES
-        gradients = PIECE_BYTES + full.last
-    elif streams:
+        gradients, on_host["gradients"] = PIECE_BYTES + full.last, full.sums
+    elif step.gradients_on_host and share.states == 1:
         moved = host_gradients(config, step.element, low_bit, trained, largest_layer=_largest_layer(config))
         stays = trained.bytes - moved.sums
         at_step, held = stays + moved.buffer, moved.buffer + (stays if step.accumulates else 0)
         gradients, head_bytes = at_step + moved.last, step.element * _head_elements(config, trained) + moved.layer
         loss, in_layer = loss + moved.arriving_head, in_layer + moved.arriving
-    on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
-    if step.weights_on_host:
-        on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
-    if of_ranks or streams:
-        on_host["gradients"] = full.sums if of_ranks else moved.sums
+        on_host["gradients"] = moved.sums
     residual = step.tokens * config.hidden_size * step.element
     residuals = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if residuals:

@@ -35,12 +35,10 @@ def moved_bytes(
 def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
     linears = list(low_bit.linears(config))
-    total, plain = count_parameters(config).total, 0
-    if any(linear.codes for *_, linear in linears):
+    plain = total = count_parameters(config).total
+    if any(linear.codes for *_, linear in linears):  # all that is outside of layers counts as they do
         plain = sum(count * weights for _, count, weights, linear in linears if not linear.codes) * bool(low_bit.layers)
-        read = 2.0 * (total - plain) + 2 * step.element * plain
-    else:
-        read = 2.0 * step.element * total
+    read = 2.0 * (total - plain) + 2.0 * step.element * plain
     remade = sum(count * weights * linear.remade for _, count, weights, linear in linears)
     # Gradients are written; where they accumulate, the sum is read too.
     return read + remade + trained.bytes * (2 if step.accumulates else 1)

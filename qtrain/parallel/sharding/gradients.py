@@ -31,7 +31,7 @@ from torch import Tensor
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
-from qtrain.core.host_memory import PIECE_BYTES, host_tensor_like
+from qtrain.core.host_memory import PIECE_BYTES, host_memory_for
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GradientWire
@@ -70,11 +70,6 @@ class GradientReduction:
         if on_host is not None:
             self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
-    @property
-    def host_sums(self) -> list[Tensor]:
-        """The sums that are in host memory."""
-        return [] if self._device is None else [bucket.sums for bucket in self._buckets if bucket.sums is not None]
-
     def add_group(self, index: int, micro_step: int = 0, *, first: bool = True) -> None:
         """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
         micro-batch in the run, which keys random bits; first: of a step."""
@@ -91,11 +86,11 @@ class GradientReduction:
     def _add(self, bucket: "_Bucket", received: Tensor | list[Tensor], first: bool) -> None:
         """received: terms [n] of this rank's part alone, for its sum."""
         if bucket.sums is None:
-            shape = torch.empty_like(received[0], dtype=torch.float32, device="meta")
+            own = received[0]
             if self._device is None:
-                bucket.sums = torch.empty_like(shape, device=received[0].device)
+                bucket.sums = torch.empty_like(own, dtype=torch.float32)
             else:
-                bucket.sums = host_tensor_like(shape, self._device)
+                bucket.sums = host_memory_for(self._device, 4 * len(own)).view(torch.float32)
         if self._device is None:
             add_in_order(bucket.sums.zero_() if first else bucket.sums, received)
             return

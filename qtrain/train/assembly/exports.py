@@ -47,6 +47,11 @@ def push_exports(folders: Mapping[str, Path], repo_id: str) -> list[str]:
     return [f"uploaded    {push_folder(folder, targets[name], PUSH)}" for name, folder in folders.items()]
 
 
+def export_paths(run: Run) -> dict[str, Path]:
+    """Format -> the folder of the run that its export is in."""
+    return {name: run.folder.path / name for name in run.settings.export_format}
+
+
 def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tokenizer | None) -> list[str]:
     """Write RUN/FORMAT for each format. model: with the weights to export, of one process, or as `export_hf` takes
     others. Returns lines for the log."""
@@ -59,7 +64,7 @@ def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tok
     lines = export_folders(
         model,
         source,
-        {name: folder / name for name in settings.export_format},
+        export_paths(run),
         tokenizer,
         linears=prepared.linears,
         card=card,

@@ -4,6 +4,7 @@ from qtrain.core.errors import UserError
 from qtrain.models import Lora, read_model_source
 from qtrain.quant import LowBitScheme
 from qtrain.quant.schemes.frozen_base import base_scheme, keeping_scheme
+from qtrain.tensors.stored_weight import rows_divide
 from qtrain.train.settings.machine import run_world
 from qtrain.train.settings.settings import LanguageSettings
 
@@ -46,7 +47,7 @@ def _check_kept(scheme: LowBitScheme, settings: LanguageSettings) -> None:
             f"it out, or give --lora {OTHER_BASES}."
         )
     always = settings.reshard_after_forward == "always" and run_world(settings) > 1
-    if always and scheme.stored_format == "e4m3_blocks":
+    if always and not rows_divide(scheme.stored_format):
         raise UserError(
             "--reshard_after_forward: the frozen base keeps FP8 codes with a scale per 128x128, which are not divided "
             f"by rows; leave it out, or give --lora {OTHER_BASES}."

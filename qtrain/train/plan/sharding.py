@@ -15,6 +15,7 @@ from qtrain.core.errors import UserError
 from qtrain.optim import ParameterShape
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.shards import ALIGNMENT
+from qtrain.tensors.stored_weight import rows_divide
 from qtrain.train.plan.checked_settings import CheckedSettings
 
 # ---- full sharding --------------------------------------------------------------------------------------------------
@@ -34,8 +35,9 @@ def reshards(
     always cannot be done. One process has layers in host memory in place of shards."""
     if "weights" in checked.offload:
         return True
-    if getattr(checked.scheme.root, "stored_format", None) == "e4m3_blocks":
-        return False  # a scale covers 128 rows, which would be divided
+    stored = getattr(checked.scheme.root, "stored_format", None)
+    if stored is not None and not rows_divide(stored):
+        return False
     mode, mesh = checked.settings.reshard_after_forward, checked.mesh
     if mode == "always" and mesh.world > 1:
         if mesh.shard == 1:
