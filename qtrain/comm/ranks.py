@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from qtrain.comm.heartbeat import Heartbeat
 from qtrain.core.errors import LostRank, UserError, explains, first_line
+from qtrain.core.process import maps_by_pages
 
 T = TypeVar("T")
 
@@ -71,6 +72,8 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if maps_by_pages():
+            _register_no_buffers()
     _check_master()
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
@@ -92,6 +95,17 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
             "torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         ) from None
     _heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), own, world, rank_timeout)
+
+
+def _register_no_buffers() -> None:
+    """Keep NCCL from registering the buffers of collectives in CUDA graphs, as it does by itself: it takes a segment of
+    the allocator for one allocation, and ranks read and write other pages than those meant (pytorch/pytorch#158029;
+    on two H100s a replay gave NaN, or never ended). UserError where the environment asks for it."""
+    if (given := os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")) != "0":
+        raise UserError(
+            f"NCCL_GRAPH_REGISTER: {given} breaks what ranks send within CUDA graphs while the allocator has "
+            "expandable_segments; leave it out, or set PYTORCH_ALLOC_CONF=expandable_segments:False."
+        )
 
 
 def _check_master() -> None:

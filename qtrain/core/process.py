@@ -67,6 +67,12 @@ def prepare_process(*, script: bool = False) -> None:
         sys.excepthook = _quiet_interrupt
 
 
+def maps_by_pages() -> bool:
+    """Whether the environment asks for `expandable_segments`."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
+
+
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
