@@ -55,4 +55,8 @@ def test_recorded_steps_are_those_that_are_not(tmp_path, mesh, scheme):
     words = [*MESHES[mesh], "--quantize", scheme]
     recorded = trained(tmp_path / "recorded", *words)
     assert len(recorded) == STEPS and recorded[-1][0] < recorded[0][0] - 1, json.dumps(recorded)
-    assert recorded == trained(tmp_path / "ordinary", *words, "--no_cuda_graphs")
+    ordinary = trained(tmp_path / "ordinary", *words, "--no_cuda_graphs")
+    if mesh == "expert":  # then rows are as many as a routing needs, and experts are not compiled with their layer
+        assert np.allclose(recorded, ordinary, rtol=0.01), (recorded, ordinary)
+    else:
+        assert recorded == ordinary

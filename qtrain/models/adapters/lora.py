@@ -162,7 +162,8 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def add_adapter(self, index: int, rows: Tensor) -> Tensor:
         """The fp32 weight `rows` [n, K] of the adapted projection `index`, with its adapter."""
-        rows = rows + self.scale * (self.lora_b[index] @ self.lora_a[index])
+        # On the weight's device: one that is offloaded is merged in host memory.
+        rows = rows + self.scale * (self.lora_b[index] @ self.lora_a[index]).to(rows.device)
         if self.magnitude is not None:
             rows *= (self.magnitude[index].to(rows.device) / rows.norm(dim=1)).unsqueeze(1)
         return rows

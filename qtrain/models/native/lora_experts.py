@@ -60,7 +60,8 @@ class LoraExperts(nn.Module):
         # Each expert has out_features / E of the rows, one expert after the other.
         expert = projection.start * self.groups // self.out_features
         a = self.lora_a.weight.unflatten(0, (self.groups, self.rank))[expert]  # [r, K]
-        return rows + self.scale * (self.lora_b.weight[projection.start : projection.stop] @ a)
+        adapter = self.lora_b.weight[projection.start : projection.stop] @ a
+        return rows + self.scale * adapter.to(rows.device)  # host memory, of a base that is offloaded
 
     @torch.no_grad()
     def merged(self) -> GroupedLinear:

@@ -159,6 +159,12 @@ class DataParallel:
         """Whether layers exist in full only while they run."""
         return self._full_shard is not None
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether the backward pass of a step's first micro-batch writes gradients, or sums of them, to which that of a
+        further one adds."""
+        return self.adds_locally or self.reshards
+
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, micro_batches: int) -> None:

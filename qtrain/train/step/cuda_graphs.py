@@ -82,8 +82,9 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: TensorBatch | None = None  # static inputs of the graphs
         self._trained = torch.ones((), device=self._device)
-        self._gradients: list[Tensor | None] = []  # static outputs of the graphs
-        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by `accumulate`
+        # By `accumulate`: a graph with its loss, and the gradients that it leaves.
+        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._gradients: dict[bool, list[Tensor | None]] = {}
         self._refresh: torch.cuda.CUDAGraph | None = None
         self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
         self._runs: dict[object, int] = {}
@@ -91,7 +92,8 @@ class StepGraphs:
         self._assignments = quantized.assignments
 
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
-        """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
+        """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones, or
+        within the backward pass to the sums of all ranks."""
         if not self._fits(batch, accumulate):
             return forward_backward(self._forward, batch, trained, self._parallel)
         # A graph reads fixed addresses: this micro-batch goes into its static inputs.
@@ -107,12 +109,11 @@ class StepGraphs:
                     p.grad = gradient
                 return forward_backward(self._forward, batch, trained, self._parallel)
             self._micro_steps[accumulate] = recorded
-            if not accumulate:
-                self._gradients = [p.grad for p in self._parameters]
+            self._gradients[accumulate] = [p.grad for p in self._parameters]
         graph, nll = self._micro_steps[accumulate]
         graph.replay()
         # The optimizer has set them to None; the graph has written to the memory that they had.
-        for p, gradient in zip(self._parameters, self._gradients, strict=True):
+        for p, gradient in zip(self._parameters, self._gradients[accumulate], strict=True):
             p.grad = gradient
         return nll
 
@@ -126,9 +127,11 @@ class StepGraphs:
             return False
         if not accumulate:
             return True
-        # A graph adds to the static gradients: they must be the parameters' own.
-        current = [p.grad for p in self._parameters]
-        return bool(self._gradients) and all(a is b for a, b in zip(current, self._gradients, strict=True))
+        if False not in self._gradients:
+            return False
+        # A graph adds to the static gradients: they must be the parameters' own, where the sums are not of all ranks.
+        found = zip(self._parameters, self._gradients[False], strict=True)
+        return all(p.grad is None or p.grad is gradient for p, gradient in found)
 
     def refresh(self) -> None:
         """`requantize`, replayed where possible."""
@@ -165,7 +168,7 @@ class StepGraphs:
         self._assignments = self._quantized.assignments
         self.release()
         # A pool whose graphs are gone cannot be used again.
-        self._pool, self._gradients, self._runs = torch.cuda.graph_pool_handle(), [], {}
+        self._pool, self._gradients, self._runs = torch.cuda.graph_pool_handle(), {}, {}
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1

@@ -54,7 +54,7 @@ def compute_gradients(
         if graphs is None:
             nll.append(forward_backward(forward, batch, trained, parallel))
         else:  # a replay writes its result to the same memory again
-            accumulate = index > 0 and parallel.adds_locally
+            accumulate = index > 0 and parallel.adds_in_backward
             nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
         parallel.end_micro_batch(index)
     squares = in_backward.finish() if in_backward is not None else None

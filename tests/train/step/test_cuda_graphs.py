@@ -28,7 +28,7 @@ def nothing_compiled():
     torch.compiler.reset()
 
 
-WIDE = {**TINY, "hidden_size": 256, "intermediate_size": 512}
+WIDE = {**TINY, "vocab_size": 272, "hidden_size": 256, "intermediate_size": 512}
 
 
 def batches(step: int, count: int, rows: int = 4, length: int = 64, documents: bool = False) -> list[Batch]:
