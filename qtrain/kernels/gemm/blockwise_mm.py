@@ -22,7 +22,7 @@ from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
-from qtrain.kernels.gemm.persistent import k_major, tile_of
+from qtrain.kernels.gemm.persistent import k_major, padded_k, tile_of
 from qtrain.kernels.numerics.formats import GRANULARITIES, expand_scale
 
 BLOCKS: dict[str, tuple[int, int]] = {name: GRANULARITIES[name] for name in ("1x128", "128x128", "32x32")}
@@ -246,8 +246,11 @@ def blockwise_mm(
     check_blocks(block_a, block_b)
     a, b = k_major(a), k_major(b)
     m, n = a.shape[0], b.shape[0]
-    names = blockwise_mm_names(a, b, scale_b, block_a, block_b, out_dtype) if a.is_cuda and a.numel() and n else []
-    if not names or forced() == "ref":
+    if not (a.is_cuda and a.numel() and n) or forced() == "ref":
+        return blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
+    a, b = padded_k(a), padded_k(b)
+    names = blockwise_mm_names(a, b, scale_b, block_a, block_b, out_dtype)
+    if not names:
         return blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
 
     def run(name: str) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
@@ -239,6 +240,18 @@ def transpose_8bit(x: Tensor) -> Tensor:
     if not x.is_cuda or x.t().is_contiguous():  # the latter is a plain copy
         return transpose_8bit_ref(x)
     return launch_transpose_8bit(x.contiguous())
+
+
+TMA_BYTES = 16
+"""A TMA descriptor takes strides in multiples of it."""
+
+
+def padded_k(x: Tensor) -> Tensor:
+    """An operand [R, K] of one-byte codes whose rows are at multiples of TMA_BYTES: x itself, or a copy with zeros at
+    the end of each row, which add nothing to a product. Else the token counts that are no multiples of 16 would keep a
+    weight's gradient from every kernel."""
+    missing = -x.shape[1] % TMA_BYTES
+    return F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) if missing else x
 
 
 def k_major(x: Tensor) -> Tensor:

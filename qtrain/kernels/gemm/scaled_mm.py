@@ -24,7 +24,7 @@ from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm
+from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -184,6 +184,7 @@ def scaled_mm(
     m, n = a.shape[0], b.shape[0]
     if not (a.is_cuda and a.numel() and n) or forced() == "ref":
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+    a, b = padded_k(a), padded_k(b)
     if a.dtype == torch.int8 and a.shape[1] > LONGEST_EXACT_K:  # int32 would overflow
         return _scale_total(sum_over_spans(a, b, int8_mm), scale_a, scale_b, out_dtype, bias)
     names = scaled_mm_names(a, b, out_dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtrain.kernels.gemm import blockwise_mm as module
 from qtrain.kernels.gemm.blockwise_mm import BLOCKS, TILINGS, BlockwiseTiling, blockwise_mm, launch_blockwise_mm
 from tests.kernels.gemm.test_scaled_mm import E4M3, E5M2, codes, random_shapes
 
@@ -101,3 +102,14 @@ def test_operator_takes_every_shape(family, blocks, m, n, k, monkeypatch):
     out = blockwise_mm(*(t.cuda() for t in arguments), *blocks, torch.bfloat16)
     expected, size = truth(*arguments, blocks)
     assert ((out.cpu().double() - expected).abs() <= 2**-8 * expected.abs() + 2**-12 * size).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("blocks", BLOCK_PAIRS[:1] + BLOCK_PAIRS[-1:])
+def test_a_sum_over_any_number_of_tokens_runs_by_a_kernel(blocks, dtypes, monkeypatch):
+    arguments = [t.cuda() for t in operands(96, 64, 1003, blocks, dtypes)]
+    expected, size = truth(*arguments, blocks)
+    monkeypatch.setattr(module, "blockwise_mm_ref", None)
+    error = (blockwise_mm(*arguments, *blocks, torch.bfloat16).double() - expected).abs()
+    assert (error <= 2**-8 * (expected.abs() + size)).all()

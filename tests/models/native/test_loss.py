@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qtrain.models import linear_cross_entropy
-from qtrain.models.native.loss import cross_entropy_sums
+from qtrain.models.native.loss import chunk_rows, cross_entropy_sums
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 
@@ -225,3 +225,9 @@ def test_sums_from_whole_logits():
     sums.loss.backward()
     assert sums.loss.item() == pytest.approx(loss, rel=1e-6) and sums.nll.item() == pytest.approx(nll, rel=1e-6)
     assert relative(hidden.grad, grad_hidden) < 1e-5
+
+
+def test_chunks_are_whole_tiles():
+    """17 sequences of 1,024 tokens in three chunks: a sum over 5,803 tokens has no kernel in 8 bits."""
+    assert [chunk_rows(tokens, 0, large=True) for tokens in (17408, 16384, 300, 0)] == [5888, 8192, 384, 1]
+    assert [chunk_rows(1000, chunks, large=True) for chunks in (1, 3, 9, 5000)] == [1024, 384, 112, 1]
