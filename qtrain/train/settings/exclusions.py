@@ -24,6 +24,7 @@ from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.scheme_map import SchemeMap, with_overrides
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.weight_codes import has_two_layouts
+from qtrain.tensors.stored_weight import rows_divide
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import (
@@ -198,6 +199,11 @@ def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
 
+def _keeps_codes(o: Options) -> bool:
+    """Whether the frozen base has the codes of --model."""
+    return isinstance(o.scheme.root, LowBitScheme) and o.scheme.root.keeps_codes
+
+
 def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
     """Whether something is kept in 8 bits where one of these kinds is recomputed."""
     return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
@@ -233,6 +239,7 @@ def _note(option: str, other: str, applies: Callable[[Options], bool], why: str)
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
+KEPT, OTHER_BASE = "--lora on the codes of --model", '; give --lora "base":"dense", or nf4, int8 or fp8'
 LEAVE, SHARD = "; leave it out", "; shard the run with --dp_shard or --dp_replicate instead"
 
 # fmt: off
@@ -364,6 +371,16 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize_kwargs", "--lora base",
         lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
+    *(Exclusion(f"--{name}", KEPT, lambda o, name=name: _keeps_codes(o) and getattr(o.settings, name) > 1,
+          "the frozen base keeps the codes of --model, which it does not divide", OTHER_BASE)
+      for name in ("tp", "ep")),
+    Exclusion("--quantize_kwargs", KEPT, lambda o: _keeps_codes(o) and o.settings.quantize_kwargs,
+        "the products of a base in the codes of --model have no options", f"{OTHER_BASE}, or leave it out"),
+    Exclusion("--reshard_after_forward", KEPT,
+        lambda o: _keeps_codes(o) and not rows_divide(o.scheme.root.stored_format)
+        and o.settings.reshard_after_forward == "always" and run_world(o.settings) > 1,
+        "the frozen base keeps FP8 codes with a scale per 128x128, which are not divided by rows",
+        f"{OTHER_BASE}, or leave it out"),
     *(Exclusion("--lora.merge_format", f"--lora {name}",
           lambda o, key=key: o.lora and o.lora.merge_format and getattr(o.lora, key),
           f"'{{lora.merge_format}}' does not go with {what}", f"; leave {name} out")

@@ -1,6 +1,7 @@
 """Every row of what excludes what: refused or answered by a line where it applies, silent where it does not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,9 @@ import llm_pretrain
 import timm_finetune
 from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
+from qtrain.quant.schemes.frozen_base import Fp8BlockBase
 from qtrain.train.plan.checked_settings import check_settings
-from qtrain.train.settings.exclusions import EXCLUSIONS, Options, check_exclusions, exclusions_table
+from qtrain.train.settings.exclusions import EXCLUSIONS, KEPT, Options, check_exclusions, exclusions_table
 from qtrain.train.settings.settings import VisionSettings
 from tests.system import ROOT
 
@@ -23,6 +25,8 @@ LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
 MERGED = {"merge_format": "fp8_block"}
 ALONE = {"optimizer_in_backward": True, "clip_grad_norm": 0.0}
 MOVED = ("weights", "gradients")
+KEPT_BASE = Fp8BlockBase().derived(keeps_codes=True)
+"""Of rows about the codes of --model."""
 WORLD = {"dry_run": True, "gpu": "h200", "world_size": 2}
 
 # (option, what it does not go with): (settings, what makes the row apply, what makes it not)
@@ -175,6 +179,17 @@ CASES = {
         FINETUNE,
         {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},
         {"lora": LORA},
+    ),
+    **{(f"--{name}", KEPT): (FINETUNE, {"lora": LORA, name: 2, "gpus": 2}, {name: 1}) for name in ("tp", "ep")},
+    ("--quantize_kwargs", KEPT): (
+        FINETUNE,
+        {"lora": LORA, "quantize_kwargs": {"power_of_two": True}},
+        {"quantize_kwargs": None},
+    ),
+    ("--reshard_after_forward", KEPT): (
+        FINETUNE,
+        {"lora": LORA, "reshard_after_forward": "always", "gpus": 2},
+        {"gpus": 1},
     ),
     **{
         ("--lora.merge_format", f"--lora {name}"): (FINETUNE, {"lora": {**MERGED, **options}}, {"lora": MERGED})
@@ -370,7 +385,8 @@ def test_what_excludes_what(row):
     cls, both, one = CASES[row.option, row.other]
     settings = {"device": "cpu", "train_ds": TEXT, "n_steps": 1, **both}
     script = "llm_finetune" if row.other == "llm_finetune.py" else "llm_pretrain"
-    options = Options(cls(**settings), script)
+    base = KEPT_BASE if row.other == KEPT else None
+    options = Options(cls(**settings), script, base)
     assert row.applies(options)
     message = row.message(options)
     assert message.startswith(f"{row.option}: ") and "{" not in message.replace('{"decay"', "") and message[-1] != "."
@@ -380,7 +396,10 @@ def test_what_excludes_what(row):
         assert str(raised.value) == f"{message}."
     else:
         assert check_exclusions(options, [row]) == (f"note    {message}",)
-    assert not row.applies(Options(cls(**{**settings, **one}), script))
+    assert not row.applies(Options(cls(**{**settings, **one}), script, base))
+    # Without the kept codes --quantize reads its own options.
+    without = replace(options.settings, quantize_kwargs=None)
+    assert base is None or not row.applies(Options(without, script))
 
 
 def test_the_documentation_has_the_table():
