@@ -376,13 +376,14 @@ def _backward_bytes(
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
-    # gate_up and of its activation, once down's input, as large as the latter, is freed; or attention's in fp32, with
-    # keys and values expanded to all query heads, once all that the MLP kept is freed.
+    # gate_up and of its activation, or the codes of the former in both layouts, once down's input is freed; or
+    # attention's in fp32, with keys and values expanded to all query heads, once all that the MLP kept is freed.
     # With adapters down's input has two gradients, and their sum; on a low-bit base its GEMM adds them. Where down's
     # input is recomputed, there are its codes, both whole gradients, and the codes of gate_up's gradient in both
     # layouts.
-    plain = LinearBytes(element)
-    in_mlp = (3 if trained.adapters and low_bit.layer.get("down_proj", plain) == plain else 2) * inner * element
+    down = low_bit.layer.get("down_proj", LinearBytes(element))
+    freed = element if down.kept_input is None else down.kept_input
+    in_mlp = (3 * element - freed + bool(trained.adapters and down == LinearBytes(element)) * element) * inner
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     # Of 8 bits: gate_up's output in full.
