@@ -18,7 +18,7 @@ $(VENV)/.installed: requirements.txt requirements-dev.txt
 
 quickstart: setup
 	$(PY) tokenize_data.py --config configs/quickstart_data.json
-	$(PY) llm_pretrain.py --config configs/quickstart.json --n_steps 120
+	$(PY) llm_pretrain.py --config configs/quickstart.json --n_steps 80
 
 lint: setup
 	$(PY) -m ruff check .
