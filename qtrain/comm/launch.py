@@ -5,12 +5,15 @@ folder. When a process ends by itself with an error, or is killed, the others ar
 with that process's code. When this process is killed, the ranks end themselves (`qtrain.core.process`).
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,7 +21,7 @@ import torch.distributed as dist
 
 from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
-from qtrain.core.process import LAUNCHER
+from qtrain.core.process import LAUNCHER, RESTART_CODE, RESTART_FILE
 
 GRACE_SECONDS = 30
 """How long a process that was asked to end may take, before it is killed."""
@@ -61,7 +64,19 @@ def launch(gpus: int) -> None:
 
 
 def run_processes(count: int, command: Sequence[str]) -> int:
-    """Run `command` as `count` ranks. Returns the exit code of the first that failed; 0 if none did."""
+    """Run `command` as `count` ranks, again with more flags where one of them asks for it (`Restart`). Returns the exit
+    code of the first that failed; 0 if none did."""
+    with tempfile.TemporaryDirectory(prefix="qtrain-") as folder:
+        asked = Path(folder, "restart.json")
+        while (code := _run_once(count, command, asked)) == RESTART_CODE and asked.exists():
+            restart = json.loads(asked.read_text())
+            asked.unlink()
+            print(restart["message"], file=sys.stderr, flush=True)
+            command = [*command, *restart["flags"]]
+    return code
+
+
+def _run_once(count: int, command: Sequence[str], restart_file: Path) -> int:
     # Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who hangs.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Else each rank would take all cores.
@@ -75,6 +90,7 @@ def run_processes(count: int, command: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": threads,
         LAUNCHER: str(os.getpid()),
+        RESTART_FILE: str(restart_file),
     }
     processes = [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)

@@ -22,7 +22,7 @@ class TrainingStopped(Exception):
 
 class Restart(TrainingStopped):
     """A run cannot go on as it was started, but can with `flags` added to its command line, which it is started with
-    again: this process becomes that one."""
+    again: this process becomes that one, or the launcher of --gpus N starts all ranks anew."""
 
     def __init__(self, message: str, flags: tuple[str, ...]):
         super().__init__(message)

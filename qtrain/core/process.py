@@ -6,6 +6,7 @@ and pipes, exit codes, one of several ranks.
 
 import atexit
 import contextlib
+import json
 import os
 import re
 import signal
@@ -136,6 +137,8 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
         _check_working_directory()
         _run(main)
     except Restart as error:
+        if RESTART_FILE in os.environ:
+            _ask_launcher(error)
         print(error, file=sys.stderr)
         sys.stdout.flush()
         # Not a child: the memory of the GPU is free only once this process image is gone.
@@ -158,6 +161,15 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     finally:
         if error := _write_error(sys.stdout):
             _exit_unwritten(error)
+
+
+def _ask_launcher(error: Restart) -> NoReturn:
+    """End this rank and have the launcher start all of them again."""
+    asked = Path(os.environ[RESTART_FILE])
+    own = asked.with_name(f"{os.getpid()}.json")
+    own.write_text(json.dumps({"message": str(error), "flags": error.flags}))
+    own.replace(asked)  # in one piece: several ranks may ask at once
+    sys.exit(RESTART_CODE)
 
 
 def _run(main: Callable[[list[str]], None]) -> None:
@@ -220,7 +232,7 @@ def command_line(prog: str) -> str:
     return f"python {prog}"
 
 
-# ---- a rank of --gpus N ends when its launcher does -----------------------------------------------------------------
+# ---- a rank of --gpus N and its launcher ----------------------------------------------------------------------------
 
 # A launcher that is killed (SIGKILL, out of memory) cannot end its ranks, which would wait minutes for the store that
 # it hosted. So each rank watches its parent process, from before it imports torch. PR_SET_PDEATHSIG would do the same
@@ -229,6 +241,16 @@ def command_line(prog: str) -> str:
 LAUNCHER = "QTRAIN_LAUNCHER"
 """Environment variable: the process id of the launcher, which is the parent of every rank."""
 WATCH_SECONDS = 1.0
+
+RESTART_FILE = "QTRAIN_RESTART_FILE"
+"""Environment variable of a rank: where it says, as JSON, with which flags the launcher is to start all ranks again."""
+RESTART_CODE = 75
+"""Exit code of a rank that has said so: EX_TEMPFAIL of sysexits.h."""
+
+
+def can_restart() -> bool:
+    """Whether a `Restart` is carried out: by this process alone, or by the launcher of --gpus N; not by torchrun."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or RESTART_FILE in os.environ
 
 
 def watch_launcher() -> None:

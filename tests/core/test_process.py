@@ -79,7 +79,7 @@ def test_importing_the_package_changes_nothing_for_other_programs():
 
 
 RESTARTING = """
-import sys
+import os, time
 from qtrain.core.errors import Restart
 from qtrain.core.process import run_script
 
@@ -98,5 +98,25 @@ def test_a_run_that_can_go_on_with_other_flags_becomes_that_run(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), "--model", "x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "out of memory, starts again\n")
+    assert done.stdout == "['--model', 'x', '--memory_limit', '3']\n"
+
+
+LAUNCHING = RESTARTING.replace(
+    "    if ",
+    """    from qtrain.comm.launch import launch
+    launch(2)
+    if os.environ["RANK"] == "0" and "--memory_limit" not in argv:
+        time.sleep(100)  # in a collective, as ranks that still have memory
+    if """,
+)
+
+
+def test_ranks_of_which_one_can_go_on_with_other_flags_are_all_started_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), "--model", "x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "out of memory, starts again\n")
     assert done.stdout == "['--model', 'x', '--memory_limit', '3']\n"

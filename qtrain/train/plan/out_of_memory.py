@@ -4,6 +4,7 @@ from pathlib import Path
 
 from qtrain.comm.ranks import rank, world
 from qtrain.core.errors import Restart, TrainingStopped
+from qtrain.core.process import can_restart
 from qtrain.train.plan.memory_advice import memory_advice
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -34,7 +35,7 @@ def out_of_memory(
     )
     less = LESS_MEMORY * min(plan.memory_taken, capacity or plan.memory_taken)
     smaller = plan.within(less)
-    if smaller and getattr(settings, "fit", "off") == "auto" and world() == 1:
+    if smaller and getattr(settings, "fit", "off") == "auto" and can_restart():
         flags = ("--memory_limit", f"{less / GIB:.2f}", *(("--resume", str(checkpoint)) if checkpoint else ()))
         return Restart(f"{message} --fit auto starts again with {' '.join(flags)}.", flags)
     lines = [message]

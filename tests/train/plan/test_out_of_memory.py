@@ -29,7 +29,7 @@ def test_the_memory_message_has_estimate_peak_and_numbered_flags():
     )
 
 
-def test_the_memory_message_names_the_fastest_setting_that_takes_less():
+def test_the_memory_message_names_the_fastest_setting_that_takes_less(monkeypatch):
     settings = LanguageSettings(batch_size=4)
     asked = []
     plan = plan_with(settings, within=lambda limit: asked.append(limit) or "--micro_batch_size 1")
@@ -40,6 +40,10 @@ def test_the_memory_message_names_the_fastest_setting_that_takes_less():
     assert isinstance(stop, Restart) and stop.flags == ("--memory_limit", "3.29")
     stop = out_of_memory(3, plan, automatic, 5 * 2**30, Path("runs/x/checkpoints/00000002"))
     assert stop.flags == ("--memory_limit", "3.29", "--resume", "runs/x/checkpoints/00000002")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of torchrun, which would start the same command again
+    assert not isinstance(out_of_memory(3, plan, automatic, 5 * 2**30), Restart)
+    monkeypatch.setenv("QTRAIN_RESTART_FILE", "restart.json")  # of --gpus 2
+    assert isinstance(out_of_memory(3, plan, automatic, 5 * 2**30), Restart)
     nothing = dataclasses.replace(plan, within=lambda limit: None)
     assert not isinstance(out_of_memory(3, nothing, automatic, 5 * 2**30), Restart)
 
