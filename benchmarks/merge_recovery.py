@@ -5,7 +5,8 @@ python -m benchmarks.merge_recovery
 A small llama learns Python's standard library byte by byte. Its weights are then rounded to a format, as those of a
 quantized checkpoint are, and adapters learn Python's manual (pydoc's topics) on them. Recovery is the fall of the
 evaluation loss of the merged and rounded weights, over that of the adapters beside the rounded base: 100% where the
-merge loses nothing. Adapters are trained plainly, and through the rounding (`--lora '{"merge_format":FORMAT}'`).
+merge loses nothing. Adapters are trained plainly and rounded to nearest, and trained through the rounding of
+`--lora '{"merge_format":FORMAT}'`, which is dithered.
 """
 
 import copy
@@ -23,9 +24,10 @@ from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.config import parse
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
-from qtrain.models import Lora, ModelSource, add_lora, build_model
-from qtrain.models.adapters.lora import lora_linears, merge_format
-from qtrain.quant.merged_linear import Merge
+from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
+from qtrain.models.adapters.lora import merge_format
+from qtrain.quant.export_codes import new_codes
+from qtrain.quant.merged_linear import values_of
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import Count
 
@@ -102,10 +104,10 @@ def train(model: nn.Module, text: Text, steps: int, lr: float, seed: int) -> Non
 
 def rounded(model: nn.Module, name: str) -> nn.Module:
     """A copy whose linears, but for the head, have the values of their codes in a format."""
-    model = copy.deepcopy(model)
+    model, fmt = copy.deepcopy(model), merge_format(name, "--formats").weight
     for linear in (m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head):
         with torch.no_grad():
-            linear.weight.copy_(Merge(linear.weight, (), 1.0, merge_format(name, "--formats").weight).rounded())
+            linear.weight.copy_(values_of(new_codes(linear.weight, fmt), linear.weight))
     return model
 
 
@@ -120,9 +122,8 @@ def row(base: nn.Module, text: Text, settings: RecoverySettings, seed: int, name
     """Losses, and recoveries in percent."""
     plain, aware = (adapted(base, text, settings, seed, fmt) for fmt in (None, name))
     found = {"base": evaluated(base, text), "adapters": evaluated(plain, text)}
-    for linear in lora_linears(plain).values():
-        linear.merge_format = merge_format(name, "--formats").weight
-    found |= {"plain, merged": evaluated(plain, text), "aware, merged": evaluated(aware, text)}
+    merge_lora(plain)
+    found |= {"plain, merged": evaluated(rounded(plain, name), text), "aware, merged": evaluated(aware, text)}
     gain = found["base"] - found["adapters"]
     return found | {key: 100 * (found["base"] - found[f"{key}, merged"]) / gain for key in ("plain", "aware")}
 

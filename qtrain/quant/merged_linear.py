@@ -2,9 +2,13 @@
 
     w' = dequantize(quantize(w + scale · B·A))    y [M, N] = x [M, K] · w'ᵀ    dx [M, K] = dy [M, N] · w'
 
+Rounding is stochastic, with the same random bits in every step and in the export: a fixed dither. To nearest, an update
+of less than half a code leaves no trace, and w' does not follow the adapters; dithered, it moves as many codes as make
+up the update, without bias. What they add at random, adapters learn to allow for. (MX formats round to nearest.)
+
 The straight-through estimator passes the gradient of w' to w + scale · B·A. That of A and B needs no matrix of the
 weight's size: it is that of plain adapters (`adapted_linear.py`), at the rounded weight. So what trains is what the
-merged checkpoint computes, where plain adapters are rounded away: an update below half a code leaves no trace.
+merged checkpoint computes.
 
 w' is made where it is read, in forward and again in backward, one linear at a time: there is no second copy of the
 weights, and evaluations and recomputation see the present adapters.
@@ -16,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.quant.export_codes import new_codes
-from qtrain.tensors.quantized_tensor import OperandFormat
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, Rounding
+from qtrain.quant.quantizers import quantize_rows
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -31,19 +36,35 @@ class Adapter(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A merge: of adapters, which do not overlap, with a factor, into a weight [N, K], and the format of the result."""
+    """A merge: of adapters, which do not overlap, with a factor, into a weight [N, K]; the format of the result, and
+    the key of its random bits (`merge_key`)."""
 
     weight: Tensor
     adapters: tuple[Adapter, ...]
     scale: float
     format: OperandFormat
+    key: Tensor
 
     def rounded(self) -> Tensor:
         """w' [N, K] in the weight's dtype: the values of the codes that an export in the format makes."""
         merged = merged_weight(self.weight, self.adapters, self.scale)
-        codes = new_codes(merged, self.format)
-        values = codes.dequantize(torch.float32)[:, : merged.shape[1]]
-        return (values if codes.tensor_scale is None else values * codes.tensor_scale).to(merged.dtype)
+        return values_of(merged_codes(merged, self.format, self.key), merged)
+
+
+def merge_key(number: int) -> Tensor:
+    """Philox's key int64 [3] of linear `number`, the same in every run and step."""
+    return torch.tensor([0, 0, number])
+
+
+def merged_codes(merged: Tensor, fmt: OperandFormat, key: Tensor) -> QuantizedTensor:
+    """The codes of a merged weight [N, K]."""
+    return quantize_rows(merged, fmt, Rounding(key, ROUNDED_TENSORS.index("w")), False)
+
+
+def values_of(codes: QuantizedTensor, like: Tensor) -> Tensor:
+    """The values of codes of `like` [N, K], in its dtype."""
+    values = codes.dequantize(torch.float32)[:, : like.shape[1]]
+    return (values if codes.tensor_scale is None else values * codes.tensor_scale).to(like.dtype)
 
 
 def merged_weight(weight: Tensor, adapters: tuple[Adapter, ...], scale: float) -> Tensor:
@@ -57,9 +78,10 @@ def merged_weight(weight: Tensor, adapters: tuple[Adapter, ...], scale: float) -
 
 class MergedLinear(nn.Linear):
     """A linear with its adapters merged. trained: the format of the codes that training multiplied, which are those of
-    the weight by the format's own rule."""
+    `merged_codes` with number as the key."""
 
     trained: OperandFormat | None = None
+    number = 0
 
 
 class MergedLinearFunction(torch.autograd.Function):

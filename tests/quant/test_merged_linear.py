@@ -20,7 +20,8 @@ from qtrain.models import (
 from qtrain.models.adapters.lora import LoraLinear, lora_linears
 from qtrain.models.hf.quantized_export import export_quantized
 from qtrain.quant import quantize_linears
-from qtrain.quant.merged_linear import Adapter, Merge, merged_linear
+from qtrain.quant.export_codes import new_codes
+from qtrain.quant.merged_linear import Adapter, Merge, merge_key, merged_codes, merged_linear, values_of
 from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.models.hf.codes_reader import load_tensors, read_matrix
 from tests.models.hf.readers.coded import source_of
@@ -40,7 +41,7 @@ def tensors(seed: int = 0) -> list[torch.Tensor]:
 def test_forward_is_the_rounded_merge_and_gradients_are_plain_loras_at_it(fmt):
     x, a, b, bias, weight, dy = tensors()
     wanted = EXPORT_FORMATS.make(fmt, {}, "").weight
-    merge = Merge(weight, (Adapter(0, N, a, b),), 0.5, wanted)
+    merge = Merge(weight, (Adapter(0, N, a, b),), 0.5, wanted, merge_key(0))
     leaves = [t.clone().requires_grad_() for t in (x, a, 0.5 * b)]
     y = merged_linear(*leaves, bias, merge)
     y.backward(dy)
@@ -113,7 +114,7 @@ def test_a_model_learns_through_the_rounding(recompute):
 
 def test_compiled_it_is_the_same():
     x, a, b, bias, weight, dy = tensors()
-    merge = Merge(weight, (Adapter(0, N, a, b),), 0.5, EXPORT_FORMATS.make("ct_int8", {}, "").weight)
+    merge = Merge(weight, (Adapter(0, N, a, b),), 0.5, EXPORT_FORMATS.make("ct_int8", {}, "").weight, merge_key(0))
     results = []
     for function in (merged_linear, torch.compile(merged_linear, fullgraph=True)):
         leaves = [t.clone().requires_grad_() for t in (x, a, b)]
@@ -138,3 +139,22 @@ def test_formats_that_hold_no_merged_weights(fmt, sizes, message):
     source = ModelSource("odd", {**source_of("llama").config, **sizes, "num_key_value_heads": 1}, "--model")
     with pytest.raises(UserError, match=r"--lora\.merge_format: " + message):
         check_merge_format(empty_model(source), Lora(merge_format=fmt))
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "mxfp8"])  # which rounds to nearest
+def test_an_update_below_half_a_code_is_there_on_average(fmt):
+    """A weight that the format holds, of which small elements grow by 0.4%: to nearest nothing moves; dithered, as many
+    codes as make up the update."""
+    wanted = EXPORT_FORMATS.make(fmt, {}, "").weight
+    weight = torch.randn(N, 8 * K, generator=torch.Generator().manual_seed(0))
+    held = values_of(new_codes(weight, wanted), weight)
+    groups = held.view(N, -1, 16).abs()
+    small = (groups < 0.4 * groups.amax(2, keepdim=True)).view_as(held)  # no scale of any format follows from them
+    step = torch.where(small, 0.004 * held, 0)
+    found, again, other = (values_of(merged_codes(held + step, wanted, merge_key(n)), weight) for n in (3, 3, 4))
+    assert torch.equal(found, again) and not torch.equal(found, other)
+    torch.testing.assert_close(found[~small], held[~small], rtol=1e-5, atol=0)  # a scale may differ in its last bit
+    moved = ((found - held) * held.sign()).double().sum() / (step * held.sign()).double().sum()
+    assert moved == pytest.approx(1, abs=0.2)
+    nearest = values_of(new_codes(held + step, wanted), weight)
+    torch.testing.assert_close(nearest, held, rtol=1e-5, atol=0)

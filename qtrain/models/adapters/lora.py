@@ -34,7 +34,7 @@ from qtrain.models.native.moe import Experts
 from qtrain.quant.adapted_linear import adapted_linear
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.merged_linear import Adapter, Merge, MergedLinear, merged_linear
+from qtrain.quant.merged_linear import Adapter, Merge, MergedLinear, merge_key, merged_linear
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 ALL = "all-linear"
@@ -77,9 +77,10 @@ class Lora:
 
 
 class LoraLinear(nn.Module):
-    """A linear with adapters on some of its projections. `weight` and `bias` are the base's."""
+    """A linear with adapters on some of its projections. `weight` and `bias` are the base's. number: among the linears
+    with adapters; it keys the random bits of the merge."""
 
-    def __init__(self, base: nn.Linear | LowBitLinear, adapted: list[Projection], lora: Lora):
+    def __init__(self, base: nn.Linear | LowBitLinear, adapted: list[Projection], lora: Lora, number: int = 0):
         super().__init__()
         self.base, self.adapted, self.scale, self.dropout = base, adapted, lora.scale, lora.dropout
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -88,6 +89,8 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.ParameterList(nn.Parameter(torch.zeros(p.stop - p.start, lora.r, **like)) for p in adapted)
         self.merge_format = None if lora.merge_format is None else merge_format(lora.merge_format).weight
         """The format of the merged weight that forward multiplies; None: it multiplies the base."""
+        self.number = number
+        self.register_buffer("merge_key", merge_key(number).to(base.weight.device), persistent=False)
         self.magnitude: nn.ParameterList | None = None
         if lora.dora:
             with torch.no_grad():
@@ -123,7 +126,7 @@ class LoraLinear(nn.Module):
     def _merge(self, fmt: OperandFormat) -> Merge:
         pairs = zip(self.adapted, self.lora_a, self.lora_b, strict=True)
         adapters = tuple(Adapter(p.start, p.stop, a.detach(), b.detach()) for p, a, b in pairs)
-        return Merge(self.weight.detach(), adapters, self.scale, fmt)
+        return Merge(self.weight.detach(), adapters, self.scale, fmt, self.merge_key)
 
     def _a(self) -> Tensor:
         """All A, concatenated: [P·r, K]."""
@@ -177,7 +180,7 @@ class LoraLinear(nn.Module):
             weight[rows] = self.add_adapter(i, weight[rows])
         with torch.device("meta"):
             linear = MergedLinear(self.in_features, self.out_features, bias=self.bias is not None)
-        linear.trained = self.merge_format
+        linear.trained, linear.number = self.merge_format, self.number
         linear.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
         linear.bias = self.bias
         return linear
@@ -260,7 +263,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
     for name, candidates in linears.items():
         chosen = [projection for projection in candidates if projection.word in targets]
         if chosen:
-            linear = LoraLinear(model.get_submodule(name), chosen, lora)
+            linear = LoraLinear(model.get_submodule(name), chosen, lora, len(added))
             for projection, a in zip(chosen, linear.lora_a, strict=True):
                 _initialize(a, seed, projection.hf_name)
             added.append(_replace(model, name, linear))

@@ -34,7 +34,7 @@ from qtrain.quant.export_codes import (
     trained_codes,
     why_not_held,
 )
-from qtrain.quant.merged_linear import MergedLinear
+from qtrain.quant.merged_linear import MergedLinear, merge_key, merged_codes
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 HEAD = "lm_head"
@@ -91,7 +91,7 @@ class WeightsInCodes:
         # Consecutive tensors are often rows of one parameter.
         self.high_precision = functools.lru_cache(maxsize=1)(lambda name: values[name]())
         self._trained = functools.lru_cache(maxsize=1)(self._trained_codes)
-        self._new = functools.lru_cache(maxsize=1)(lambda name: new_codes(self.high_precision(name), fmt.weight))
+        self._new = functools.lru_cache(maxsize=1)(self._new_codes)
         self._parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         if why := fmt.refuses_model(model.config):
             raise UserError(f"{self._name} {why}; use another format.")
@@ -130,8 +130,7 @@ class WeightsInCodes:
             if (held := take_rows(codes, rows, wanted)) is not None:
                 self.held.why_new[entry.hf_name] = None
                 return held
-        merged = isinstance(linear := self._linears[entry.name], MergedLinear) and linear.trained == wanted
-        self.held.why_new[entry.hf_name] = None if merged else self._why_new(trained)
+        self.held.why_new[entry.hf_name] = None if self._merged(entry.name) else self._why_new(trained)
         if wanted.fmt == "ternary":  # each tensor by itself: those of another model may differ in scale
             if not is_ternary(self.plain(entry)):
                 raise UserError(
@@ -142,6 +141,17 @@ class WeightsInCodes:
         new = take_rows(self._new(entry.name), rows, wanted)
         assert new is not None, f"{wanted} holds its own codes"
         return new
+
+    def _merged(self, name: str) -> bool:
+        """Whether adapters have trained through the rounding to this format."""
+        linear = self._linears[name]
+        return isinstance(linear, MergedLinear) and linear.trained == self.fmt.weight
+
+    def _new_codes(self, name: str) -> QuantizedTensor:
+        value, wanted = self.high_precision(name), self.fmt.weight
+        if self._merged(name):
+            return merged_codes(value, wanted, merge_key(self._linears[name].number).to(value.device))
+        return new_codes(value, wanted)
 
     def _trained_codes(self, name: str) -> list[QuantizedTensor]:
         linear = self._linears[name]
