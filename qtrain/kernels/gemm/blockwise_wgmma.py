@@ -219,6 +219,7 @@ def _zero_tail(common, tiles, tiles_n, HALF: gl.constexpr, BLOCK_N: gl.constexpr
     end = gl.cdiv(sizes[0], 128) * tiles_n
     first = tiles + (gl.program_id(0) + programs - tiles % programs) % programs
     if first < end:
+        # TMA may still be reading this buffer, for the last tile.
         hopper.tma.store_wait(0)
         # Once: every tile of zeros is copied from it.
         buffer.store(gl.zeros((64, 128), c_desc.dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
@@ -348,7 +349,7 @@ def _blockwise_wgmma_kernel(
     )
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(loaded.index(stage), count=1)
+        hopper.mbarrier.init(loaded.index(stage), count=1)  # one arrival a phase: of the warp that loads
     hopper.fence_async_shared()
     descriptors, sizes = (a_desc, b_desc, scale_b_desc, c_desc), (m, n, k, groups)
     grouped, pointers = (groups_ptr, starts_ptr), (scale_a_ptr, scale_b_ptr, bias_ptr)

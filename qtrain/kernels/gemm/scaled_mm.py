@@ -137,7 +137,7 @@ def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> t
     """wide: of an fp32 output, whose tiles leave no room in shared memory for the large ones."""
     # The first name is what runs where nothing may be timed: a guess from the shape, INT8 and FP8 apart.
     two, large = (_TWO_WIDE, []) if wide else (_TWO, _LARGE)
-    small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96
+    small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96  # too few large tiles for a Hopper's 132 SMs
     order = [two, *large] if int8 or small else [*large, two]
     grouped = _GROUPED if int8 and not (wide or small) else []
     plain = [*([two] if small else order), *grouped, *_SMALL]

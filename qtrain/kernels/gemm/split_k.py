@@ -69,6 +69,7 @@ def _slice_kernel(
     BLOCK_N: tl.constexpr = TILING.block_n
     ACCUMULATOR: tl.constexpr = tl.int32 if a_desc.dtype == tl.int8 else tl.float32
     program = tl.program_id(0)
+    # Slice after slice: `rest` neighboring CTAs have the same span of K.
     tile_m, tile_n = tile_of(whole + program % rest, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column, first = tile_m * BLOCK_M, tile_n * BLOCK_N, program // rest * depth
     total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)
