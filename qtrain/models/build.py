@@ -52,9 +52,10 @@ def build_model(
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
+        # Module by module: what becomes lazy gives its memory back before the next module takes its own.
         if lazy:
             _make_matrices_lazy(name, module, values)
-    model.tie()
+    model.tie()  # again: `to_empty` has untied them
     model.reset_buffers()
     for name, parameter in model.named_parameters():
         if not is_lazy(parameter):

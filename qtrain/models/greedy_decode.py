@@ -25,6 +25,7 @@ def rows_at_once(model: nn.Module, places: int) -> int:
     if not _cacheable(model, places):
         return ROWS_WITHOUT_CACHE
     config, element = model.config, model.norm.weight.element_size()
+    # Bytes of one prompt's keys and values, of all layers.
     row = config.num_hidden_layers * 2 * model.kv_heads * config.head_dim * places * element
     return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
@@ -124,6 +125,7 @@ class _Cached:
         for layer in model.layers:
             layer.attn.cache.at = last if step else None
             x, *_ = outputs(layer(x, info))
+        # [B, C]: the last token of each prompt, or the only one.
         x = x[torch.arange(len(ids), device=ids.device), last] if step == 0 else x[:, 0]
         return model.output(model.norm(x), model.lm_head)
 

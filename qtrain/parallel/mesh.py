@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        return self.dp_rank % self.shard
+        return self.dp_rank % self.shard  # the inner data dimension
 
     @property
     def model_group(self) -> RankGroup | None:
@@ -191,6 +191,7 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
     whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
     data = whole["replicate", "shard"]
     tp_group = RankGroup.of(whole.get_group("tp"))
+    # Flattened: one group over both data dimensions, for sums of gradients and counts.
     dp_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
     return Mesh(replicate, shard, data, ranks, tp_group, dp_group, machines=machines)
 

@@ -80,6 +80,7 @@ def quantize_linears(
         elif realize:
             materialize(linear.weight)
         swapped = swap(linear, choice, quantized)
+        # A module that is reachable under several names stays one module.
         for name in names:
             model.set_submodule(name, swapped)
         quantized.linears.append(swapped)
@@ -101,6 +102,7 @@ def swap(linear: nn.Linear, choice: LinearChoice, quantized: QuantizedModel) -> 
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         swapped = LowBitLinear(linear, scheme, key, part and part.reduce).train(linear.training)
+    # The parameter of codes replaces the lazy one: it needs an initializer of its own.
     if is_lazy(plain) and linear.weight is not plain:
 
         def stored_value() -> StoredWeight:

@@ -145,6 +145,7 @@ class Policy:
             kept = op.name() == _KEPT_8BIT or (self.kept.swiglu and op.name() in _SWIGLU_NAMES)
         if stage == "qkv" and (op in _ATTENTION or op in _SOFTMAX):
             self.stages[ctx.is_recompute] = "o_proj"
+        # Equal shapes: a sum with the residual or with adapters, not with a bias.
         elif stage == "o_proj" and op is _aten.add.Tensor and args[0].shape == getattr(args[1], "shape", None):
             self.stages[ctx.is_recompute] = "ffn"
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -153,7 +153,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # only the weight's gradient reads x
         ctx.dtype = x.dtype
         return fp32_mm(x, weight.t())
 

@@ -106,6 +106,7 @@ class TokenExchange:
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
         columns = saved.codes.shape[1]
+        # Codes of all tokens already: forward transposed what it had gathered.
         if saved.format.sum_dim == 0 or columns * FORMATS[saved.format.fmt].packing >= rows:
             return saved
         # [ranks, K, T / ranks]

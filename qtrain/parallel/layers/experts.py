@@ -118,7 +118,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         x_needs = NeedsOperand(True, ctx.needs.up)
         # Int32 on the wire: half the bytes.
         routes = group.all_gather_no_grad(experts.int(), ROUTES).long(), group.all_gather_no_grad(weights, ROUTES)
-        count = w_down.shape[0] // x.shape[1]
+        count = w_down.shape[0] // x.shape[1]  # experts on this rank: w_down is [count * C, I]
         if ctx.in_order:
             # A batch per source rank: rows, scales and random bits are those that a process with all experts has.
             ctx.batches = _in_order(*routes, count, up, down, group)

@@ -80,6 +80,7 @@ class ModelParallel:
         size, ranks = self.config.vocab_size, self.group.ranks
         # A small one would be divided unevenly.
         unit = VOCABULARY_ALIGNMENT if size >= 8 * ranks * VOCABULARY_ALIGNMENT else 1
+        # size * r / ranks, rounded up to the unit; the last ranks may have less.
         cuts = [min(size, -(-size * r // (ranks * unit)) * unit) for r in range(ranks + 1)]
         return list(pairwise(cuts))
 

@@ -60,7 +60,7 @@ class HostGradients:
             if self._out is None:
                 on_host.copy_(piece)
                 continue
-            self._out.wait_stream(torch.cuda.current_stream())
+            self._out.wait_stream(torch.cuda.current_stream())  # until the piece is complete
             with torch.cuda.stream(self._out):
                 on_host.copy_(piece, non_blocking=True)
 

@@ -135,7 +135,7 @@ class ModelWeights:
         if not self._parameters:
             return
         if self.full_shard is not None:
-            self.full_shard.free()
+            self.full_shard.free()  # what blocks still hold is of before the update
             self._weight_keys.copy_(self._quantized.keys)
         update_codes([weight for weight in self._codes if weight.sharded.parameter.requires_grad])
         as_codes = {id(weight.sharded.parameter) for weight in self._codes}
@@ -157,7 +157,7 @@ class ModelWeights:
             linear.refresh(tensors[0])  # the full weight exists for this call only
             return
         for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
-            if own.data_ptr() != gathered.data_ptr():
+            if own.data_ptr() != gathered.data_ptr():  # else it was gathered in place
                 own.copy_(gathered)
         if linear is not None and linear.gathered:
             linear.refresh(sharded.parameter)

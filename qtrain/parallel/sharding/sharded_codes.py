@@ -71,6 +71,7 @@ class ShardedCodes:
             if head:
                 yield rows[:head], slice(low // height, low // height + 1)  # a block that another rank's rows begin
             if head < len(rows):
+                # Rounded up: the last block may go on in another rank's rows.
                 yield rows[head:], slice(first, first - (head - len(rows)) // height)
 
     def statistics(self) -> Tensor:

@@ -193,6 +193,7 @@ def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sh
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))  # all elements are the owner's
     if mesh.shard_rank == owner:
         value = initial_value(p)
+        # The value of a lazy parameter is new memory already.
         return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_lazy(p) else value), bounds, mesh)
     return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds, mesh)
 
@@ -218,6 +219,7 @@ def byte_slices(tensor: Tensor, sharded: Sharded) -> list[tuple[int, int]]:
     """For each shard rank, which bytes of a full tensor of the parameter it holds."""
     elements = sharded.parameter.numel()
     size = tensor.numel() * tensor.element_size()
+    # In proportion: packed codes and scales have other sizes than the parameter, but are divided at the same rows.
     return [(low * size // elements, high * size // elements) for low, high in pairwise(sharded.bounds)]
 
 
