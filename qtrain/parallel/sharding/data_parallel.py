@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.wire import gather_rows, maximum_over_ranks
+from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
@@ -264,7 +264,7 @@ class DataParallel:
         """The numbers of all ranks, [ranks, n], on the host."""
         if self.mesh.world == 1:
             return own[None].cpu().numpy()
-        return gather_rows(own).cpu().numpy()
+        return all_gather_rows(own).cpu().numpy()
 
     def squares(self, parameters: Iterable[Sharded]) -> Tensor:
         """Sum of what this rank has of squared gradients, in fp64, in which the order of additions does not show."""
