@@ -36,7 +36,7 @@ class Split:
 
 
 @functools.cache  # asked at each launch
-def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
+def choose_split(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
     """The split with the least estimated time where `resident` CTAs run at once; None if no tile is left over or no
     split pays."""
     tiles, steps = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n), triton.cdiv(k, t.block_k)

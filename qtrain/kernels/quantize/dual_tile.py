@@ -243,7 +243,7 @@ def block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, 
 
 
 @triton.jit
-def record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
+def record_tile_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
     """Stores the tile's absmax, if it exceeds the known one -> whether it exceeds the range of a given scale."""
     amax = max_of_tile(x0, x1, x2, x3, CODE.ptx)
     overflow = (amax.to(tl.float32, bitcast=True) * inv_scale <= CODE.fmt.max) == 0  # true of a NaN
