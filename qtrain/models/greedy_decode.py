@@ -30,7 +30,7 @@ def rows_at_once(model: nn.Module, places: int) -> int:
     return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
 
-class KVCache:
+class StaticKVCache:
     """Keys and values [B, KV heads, T, D] of one layer, for at most T places per row."""
 
     def __init__(self, batch: int, heads: int, places: int, head_dim: int, like: Tensor):
@@ -109,7 +109,7 @@ class _Cached:
         self._model, like = model, model.norm.weight
         self._tables = rope_tables(config.rope, config.head_dim, places, like.device)
         for layer in model.layers:
-            layer.attn.cache = KVCache(batch, model.kv_heads, places, config.head_dim, like)
+            layer.attn.cache = StaticKVCache(batch, model.kv_heads, places, config.head_dim, like)
 
     def __call__(self, ids: Tensor, at: Tensor, step: int) -> Tensor:
         model, last = self._model, at - 1  # the place of the newest token
