@@ -69,7 +69,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     from qtrain.bench.tables import about_run, check_json, write_json
     from qtrain.data.eval_windows import eval_sets, set_flag
     from qtrain.data.stream import StreamContext, dataset_tokenizer, tokenizer_needed
-    from qtrain.train.assembly.measured import Measured
+    from qtrain.train.assembly.measured import MeasuredModel
     from qtrain.train.eval.language import LanguageEvaluation, load_evaluation
     from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
     from qtrain.train.settings.machine import choose_device
@@ -83,7 +83,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     if settings.json:
         check_json(user_path(settings.json, "--json"))
     device = choose_device(settings.device)
-    measured = Measured.find(settings.model, "--model")
+    measured = MeasuredModel.find(settings.model, "--model")
     trained = measured.settings
     data = settings.data if settings.data is not None or trained is None else trained.eval_ds
     if not (data or settings.tasks or settings.hellaswag or settings.sample_prompts):
