@@ -32,7 +32,15 @@ from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import local_config
-from qtrain.parallel.layers.tensor_parallel import TPMLP, Stream, TPAttention, TPEmbedding, TPMoE, TPOutput, TPRMSNorm
+from qtrain.parallel.layers.tensor_parallel import (
+    TPMLP,
+    ResidualStream,
+    TPAttention,
+    TPEmbedding,
+    TPMoE,
+    TPOutput,
+    TPRMSNorm,
+)
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.quantized_model import SharedWeight
@@ -159,7 +167,7 @@ class ModelParallel:
         model.parts = self
         model.fullgraph = model.fullgraph and self.every_routing
         # After the shapes: parallel modules read the sizes of the weights that they take over.
-        stream = Stream(self.group, self.sequence)
+        stream = ResidualStream(self.group, self.sequence)
         for name, module in list(model.named_modules()):
             if (parallel := self._parallel_kind(name, module, stream)) is not None:
                 model.set_submodule(name, parallel)
@@ -169,7 +177,7 @@ class ModelParallel:
             model.make_norm = partial(TPRMSNorm, group=self.group)
         model.tie()
 
-    def _parallel_kind(self, name: str, module: nn.Module, stream: Stream) -> nn.Module | None:
+    def _parallel_kind(self, name: str, module: nn.Module, stream: ResidualStream) -> nn.Module | None:
         """What replaces a module; None: it stays."""
         if isinstance(module, Experts):
             return EPExperts(module, self.group, self.every_routing)

@@ -1,9 +1,10 @@
 """The modules of the native decoder under tensor parallelism (TP), with or without sequence parallelism (SP).
 
 With SP the residual stream and the norms are divided along the tokens of the micro-batch: ranks all-gather the tokens
-where attention, the MLP and the head begin (`Stream.enter`), and reduce-scatter where they end (`Stream.leave`). That
-is half the bytes of the all-reduce that two of them replace, and the stream takes a rank's share of the memory. Tokens
-that do not divide are padded with zeros. Low-bit linears gather codes instead (`exchange.py`).
+where attention, the MLP and the head begin (`ResidualStream.enter`), and reduce-scatter where they end
+(`ResidualStream.leave`). That is half the bytes of the all-reduce that two of them replace, and the stream takes a
+rank's share of the memory. Tokens that do not divide are padded with zeros. Low-bit linears gather codes instead
+(`exchange.py`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from qtrain.quant import LowBitLinear
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The residual stream of a group. sequence: whether it is divided along tokens."""
 
     group: RankGroup
@@ -61,7 +62,7 @@ class Stream:
 class TPAttention(Attention):
     """Attention over this rank's heads. split_sizes: rows of q, k, v."""
 
-    def __init__(self, attention: Attention, stream: Stream, split_sizes: list[int]):
+    def __init__(self, attention: Attention, stream: ResidualStream, split_sizes: list[int]):
         become(self, attention)
         self.stream, self.split_sizes = stream, split_sizes
         self.projections = {"qkv": split_sizes}
@@ -78,7 +79,7 @@ class TPAttention(Attention):
 class TPMLP(MLP):
     """The MLP over this rank's slice of the intermediate size."""
 
-    def __init__(self, mlp: MLP, stream: Stream):
+    def __init__(self, mlp: MLP, stream: ResidualStream):
         become(self, mlp)
         self.stream = stream
         self.projections = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
@@ -92,7 +93,7 @@ class TPMLP(MLP):
 class TPMoE(MoE):
     """A mixture whose experts the ranks divide; each routes its own tokens."""
 
-    def __init__(self, mixture: MoE, stream: Stream):
+    def __init__(self, mixture: MoE, stream: ResidualStream):
         become(self, mixture)
         self.stream = stream
 
@@ -109,7 +110,7 @@ class TPMoE(MoE):
 class TPEmbedding(Embedding):
     """The embedding of this rank's rows of the vocabulary, which begin at `first`."""
 
-    def __init__(self, embedding: Embedding, stream: Stream, first: int):
+    def __init__(self, embedding: Embedding, stream: ResidualStream, first: int):
         become(self, embedding)
         self.stream, self.first = stream, first
 
@@ -124,7 +125,7 @@ class TPEmbedding(Embedding):
 class TPOutput(Output):
     """Logits and loss of a head of which each rank has the rows `vocabulary[rank]`."""
 
-    def __init__(self, stream: Stream, vocabulary: list[tuple[int, int]]):
+    def __init__(self, stream: ResidualStream, vocabulary: list[tuple[int, int]]):
         super().__init__()
         self.stream, self.vocabulary = stream, vocabulary
 
