@@ -35,7 +35,7 @@ def build_model(
 
     place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
     are then parts of those of the full model. lazy: the matrices of a native model have no memory yet; they get their
-    values one by one where they are quantized (`quantize_linears`) or divided.
+    values one by one where they are quantized (`quantize_linears`) or sharded.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """

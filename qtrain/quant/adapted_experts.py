@@ -1,4 +1,4 @@
-"""Low-rank adapters of a mixture's experts: of each expert a pair A [r, K], B [N, r] beside its frozen matrix.
+"""Low-rank adapters of a mixture's experts: of each expert a pair A [r, K], B [N, r] and its frozen matrix.
 
     y = base(x) + scale * (x · Aᵀ) · Bᵀ, a group's rows times the matrices of its own expert
 

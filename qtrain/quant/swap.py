@@ -45,7 +45,7 @@ def quantize_linears(
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
     Lazy parameters get their values, one at a time: first those that stay in high precision, the largest first, then
-    each weight before it is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy,
+    each weight before it is quantized. realize: False where whoever shards the weights does both: lazy ones stay lazy,
     and codes of trained weights take no memory now.
 
     min_size: linears with fewer in- or out-features stay in high precision; left: those that a scheme which keeps codes

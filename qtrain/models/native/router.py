@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 class TokenSum(NamedTuple):
-    """How a micro-batch is summed whose tokens several processes have divided."""
+    """How sums over a micro-batch are made whose tokens are sharded over processes."""
 
     reduce: Callable[[Tensor], Tensor]
     """The sum over the processes; its gradient is that of each process's term."""

@@ -1,10 +1,10 @@
 """The modules of the native decoder under tensor parallelism (TP), with or without sequence parallelism (SP).
 
-With SP the residual stream and the norms are divided along the tokens of the micro-batch: ranks all-gather the tokens
+With SP the residual stream and the norms are sharded along the tokens of the micro-batch: ranks all-gather the tokens
 where attention, the MLP and the head begin (`ResidualStream.enter`), and reduce-scatter where they end
 (`ResidualStream.leave`). That is half the bytes of the all-reduce that two of them replace, and the stream takes a
-rank's share of the memory. Tokens that do not divide are padded with zeros. Low-bit linears gather codes instead
-(`exchange.py`).
+rank's share of the memory. Tokens are padded with zeros to a multiple of the ranks. Low-bit linears gather codes
+instead (`exchange.py`).
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from qtrain.quant import LowBitLinear
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream of a group. sequence: whether it is divided along tokens."""
+    """The residual stream of a group. sequence: whether it is sharded along tokens."""
 
     group: RankGroup
     sequence: bool
 
     def enter(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
         """Where a part begins that all ranks compute together: x [T / ranks, C] -> [B, S, C]. Where the stream is not
-        divided, x is [B, S, C] on all ranks already."""
+        sharded, x is [B, S, C] on all ranks already."""
         if info is None or not info.sharded:
             return self.group.copy(x)
         # Without the padding.
@@ -91,7 +91,7 @@ class TPMLP(MLP):
 
 
 class TPMoE(MoE):
-    """A mixture whose experts the ranks divide; each routes its own tokens."""
+    """A mixture whose experts are spread over the ranks; each rank routes its own tokens."""
 
     def __init__(self, mixture: MoE, stream: ResidualStream):
         become(self, mixture)
@@ -176,8 +176,9 @@ STATISTICS = "loss statistics"
 def sharded_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: RankGroup, first: int
 ) -> Tensor:
-    """Cross-entropy through a head whose vocabulary the group divides: no rank has all logits of a token. logits [t,
-    rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
+    """Cross-entropy through a head whose vocabulary is split over the group: no rank has all logits of a token.
+
+    logits [t, rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
 
     As in `models/native/loss.py`, in chunks of tokens. Of each token a rank sends three numbers: the maximum of its
     logits, the sum of exponentials below it, and the label's logit, if it is among them. From those of all ranks

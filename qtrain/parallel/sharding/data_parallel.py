@@ -79,7 +79,7 @@ class DataParallel:
     ):
         self.mesh = mesh
         self.adds_locally = not (deterministic or (units and mesh.shard > 1))
-        """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`, or in host
+        """Whether a micro-batch's gradients are added to those of the one before in the parameters' `.grad`, or in host
         memory."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized

@@ -133,7 +133,7 @@ class _Stage:
 
 
 class _Bucket:
-    """Parameters whose gradients travel together. Shard rank s gets the elements of all of them that it holds."""
+    """Parameters whose gradients are sent in one message. Shard rank s gets the elements of them that it holds."""
 
     def __init__(
         self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
@@ -218,7 +218,7 @@ class _Bucket:
         if terms == 1:
             return torch.cat(pieces[0]), 1
         # From each term's parts for all ranks to each rank's parts of all terms: its message is contiguous.
-        to_ranks = zip(*(torch.cat(of_term).split(self._stages[0].sizes) for of_term in pieces), strict=True)
+        to_ranks = zip(*(torch.cat(term_pieces).split(self._stages[0].sizes) for term_pieces in pieces), strict=True)
         return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
 
     def give(self, part: Tensor) -> None:

@@ -68,10 +68,10 @@ class ModelWeights:
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
         for sharded in self._parameters + self._frozen:
-            linear, divided = self._linear_of.get(id(sharded.parameter)), sharded.mesh.shard > 1
-            if linear is not None and reads_codes_only(linear.scheme) and (divided or sharded.on_host):
+            linear, is_sharded = self._linear_of.get(id(sharded.parameter)), sharded.mesh.shard > 1
+            if linear is not None and reads_codes_only(linear.scheme) and (is_sharded or sharded.on_host):
                 linear.keep_codes_only()
-                if divided and wire_format(linear.scheme):
+                if is_sharded and wire_format(linear.scheme):
                     self._codes.append(ShardedCodes(sharded, linear))
 
     def _quantize_outside(self) -> None:

@@ -3,7 +3,7 @@
 A scale that spans ranks needs the absmax of all of its elements: ranks reduce those of all weights at once, 4 bytes a
 scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. BitNet's scale, a mean, needs
 a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit, however its rows
-are divided.
+are sharded.
 """
 
 from collections.abc import Iterator, Sequence
