@@ -148,9 +148,9 @@ def _rows(results: dict[str, float]) -> Iterator[tuple[str, float, float | None]
     """(name, value, its standard error) of each measure."""
     for name, value in results.items():
         if loss := re.fullmatch(r"eval_(?:(.+)_)?loss", name):  # of all data, or of a set by name
-            of_set = f"{loss[1]}/" if loss[1] else ""
-            yield f"{of_set}loss", value, None
-            yield f"{of_set}perplexity", math.exp(min(value, 700.0)), None  # more is no float
+            set_prefix = f"{loss[1]}/" if loss[1] else ""
+            yield f"{set_prefix}loss", value, None
+            yield f"{set_prefix}perplexity", math.exp(min(value, 700.0)), None  # more is no float
         elif "_stderr" not in name:
             metric, comma, kind = name.partition(",")
             yield name.removeprefix("lm_eval/"), value, results.get(f"{metric}_stderr{comma}{kind}")
