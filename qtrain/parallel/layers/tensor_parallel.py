@@ -186,7 +186,7 @@ def sharded_cross_entropy(
 
     with_grad: the logits are overwritten by their gradient."""
     x = logits.float()
-    trained, target = labels != IGNORED, labels - first
+    trained, target = labels != IGNORED, labels - first  # [t], [t]: the label's column on this rank
     own = trained & (target >= 0) & (target < x.shape[1])
     target = torch.where(own, target, 0).unsqueeze(-1)
     label_logit = torch.where(own, x.gather(-1, target).squeeze(-1), 0.0)  # [t]; 0 on all ranks but one

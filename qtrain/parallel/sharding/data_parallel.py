@@ -52,15 +52,19 @@ class Gradients:
 
 
 class DataParallel:
-    """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
+    """The trained parameters of `model` on the mesh.
 
-    needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
-    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
-    in the order in which they run, those whose weights and gradients exist in full only while they do; where the mesh
-    does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that train
-    too. host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
-    partitions: with the optimizer in the backward pass, the parameters that are
-    updated together; those of a unit are one."""
+    needs_whole: whether the optimizer needs all elements of a parameter on one rank.
+    deterministic: add in the order of the micro-batches.
+    keep_full_weights: keep the weights of linears that read codes only, too.
+    wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are.
+    units: in the order in which they run, those whose weights and gradients exist in full only while they do; where the
+        mesh does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that
+        train too.
+    host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
+    partitions: with the optimizer in the backward pass, the parameters that are updated together; those of a unit are
+        one.
+    """
 
     def __init__(
         self,
@@ -247,8 +251,7 @@ class DataParallel:
         for per_micro_batch in every.T[: len(nll)]:
             for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
-        # The first replica's, with all tensor ranks' parts.
-        # Replicas hold the same gradients: counted once.
+        # Replicas hold the same gradients: the first one's are counted, with all tensor ranks' parts.
         copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
