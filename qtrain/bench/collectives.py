@@ -152,6 +152,7 @@ def _summed_part(step: float = 0.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]
     return expected
 
 
+# e4m3 has three bits of mantissa: neighboring codes differ by up to 1/8 of their value.
 STEPS = {"exact": 0.0, "int8": 1 / 127, "fp8": 1 / 8, "int4": 1 / 7}
 COLLECTIVES = (
     Collective("all-gather, torch", _gather_torch, _gathered),

@@ -211,22 +211,22 @@ def first_difference(own: Mapping[str, Any]) -> tuple[int, str, Any, Any] | None
 
 def from_rank_0(action: Callable[[], T]) -> T:
     """Run `action` on rank 0. Returns its result on every rank; an error is raised on all of them."""
-    return on_all_ranks(lambda: action() if rank() == 0 else None, of_rank_0=True)
+    return on_all_ranks(lambda: action() if rank() == 0 else None, return_rank_0=True)
 
 
-def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False, group: dist.ProcessGroup | None = None) -> T:
+def on_all_ranks(action: Callable[[], T], return_rank_0: bool = False, group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank. An error of any rank is raised on all, so that none waits for a rank that failed.
 
-    of_rank_0: return rank 0's result instead of this rank's own. group: as in `all_gather`."""
+    return_rank_0: return rank 0's result instead of this rank's own. group: as in `all_gather`."""
     result, error = None, None
     try:
         result = action()
     except (UserError, OSError) as raised:
         error = raised
     # Errors are gathered like results: a rank that raised alone would leave the others in a collective.
-    outcomes = all_gather((result if of_rank_0 else None, error), group)
+    outcomes = all_gather((result if return_rank_0 else None, error), group)
     for failed_rank, (_, raised) in enumerate(outcomes):
         if raised is not None:
             raised.failed_rank = failed_rank
             raise raised
-    return outcomes[0][0] if of_rank_0 else result
+    return outcomes[0][0] if return_rank_0 else result

@@ -67,7 +67,7 @@ def maximum_over_ranks(values: Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX)
 
 
-def gather_rows(own: Tensor) -> Tensor:
+def all_gather_rows(own: Tensor) -> Tensor:
     """[n] of every rank as [ranks, n]."""
     every = own.new_empty(dist.get_world_size(), len(own))
     all_gather_single(every.view(-1), own)

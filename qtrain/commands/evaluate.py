@@ -69,7 +69,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     from qtrain.bench.tables import about_run, check_json, write_json
     from qtrain.data.eval_windows import eval_sets, set_flag
     from qtrain.data.stream import StreamContext, dataset_tokenizer, tokenizer_needed
-    from qtrain.train.assembly.measured import Measured
+    from qtrain.train.assembly.measured import MeasuredModel
     from qtrain.train.eval.language import LanguageEvaluation, load_evaluation
     from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
     from qtrain.train.settings.machine import choose_device
@@ -83,7 +83,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     if settings.json:
         check_json(user_path(settings.json, "--json"))
     device = choose_device(settings.device)
-    measured = Measured.find(settings.model, "--model")
+    measured = MeasuredModel.find(settings.model, "--model")
     trained = measured.settings
     data = settings.data if settings.data is not None or trained is None else trained.eval_ds
     if not (data or settings.tasks or settings.hellaswag or settings.sample_prompts):
@@ -148,9 +148,9 @@ def _rows(results: dict[str, float]) -> Iterator[tuple[str, float, float | None]
     """(name, value, its standard error) of each measure."""
     for name, value in results.items():
         if loss := re.fullmatch(r"eval_(?:(.+)_)?loss", name):  # of all data, or of a set by name
-            of_set = f"{loss[1]}/" if loss[1] else ""
-            yield f"{of_set}loss", value, None
-            yield f"{of_set}perplexity", math.exp(min(value, 700.0)), None  # more is no float
+            set_prefix = f"{loss[1]}/" if loss[1] else ""
+            yield f"{set_prefix}loss", value, None
+            yield f"{set_prefix}perplexity", math.exp(min(value, 700.0)), None  # more is no float
         elif "_stderr" not in name:
             metric, comma, kind = name.partition(",")
             yield name.removeprefix("lm_eval/"), value, results.get(f"{metric}_stderr{comma}{kind}")

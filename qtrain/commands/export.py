@@ -18,7 +18,7 @@ from qtrain.train.settings.listing import listing
 
 if TYPE_CHECKING:
     from qtrain.data.tokenizers.tokenizer import Tokenizer
-    from qtrain.train.assembly.measured import Measured
+    from qtrain.train.assembly.measured import MeasuredModel
 
 NAME = "-m qtrain export"
 
@@ -51,7 +51,7 @@ def export(settings: ExportSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.models import check_export_folder, check_exports, read_formats
     from qtrain.train.assembly.exports import check_pushes, export_folders, push_exports
-    from qtrain.train.assembly.measured import Measured
+    from qtrain.train.assembly.measured import MeasuredModel
     from qtrain.train.settings.machine import choose_device
 
     # ---- what to export, and where: whatever can be refused is refused here ------------------------------------------
@@ -61,7 +61,7 @@ def export(settings: ExportSettings) -> None:
     if settings.push_to_hub is not None:
         check_pushes(settings.push_to_hub, [*formats])
     device = choose_device(settings.device)
-    measured = Measured.find(settings.model, "--model", prefer_checkpoint=True)
+    measured = MeasuredModel.find(settings.model, "--model", prefer_checkpoint=True)
     folders = {name: folder_of(measured, name, settings.output) for name in formats}
     for folder in folders.values():
         check_export_folder(folder, "--output", measured.exported)
@@ -87,7 +87,7 @@ def export(settings: ExportSettings) -> None:
         print("\n".join(push_exports(folders, settings.push_to_hub)))
 
 
-def folder_of(measured: "Measured", name: str, output: str | None) -> Path:
+def folder_of(measured: "MeasuredModel", name: str, output: str | None) -> Path:
     """The folder of the format `name`."""
     if output is not None:
         return user_path(output, "--output") / name
@@ -99,7 +99,7 @@ def folder_of(measured: "Measured", name: str, output: str | None) -> Path:
     return local.parent / name if measured.settings is not None else local.parent / f"{local.resolve().name}-{name}"
 
 
-def tokenizer_of(measured: "Measured") -> "Tokenizer | None":
+def tokenizer_of(measured: "MeasuredModel") -> "Tokenizer | None":
     """That of the exported folder or, of a checkpoint, of the data that its run trained on."""
     from qtrain.data.stream import dataset_tokenizer, with_chat_template
 

@@ -62,7 +62,8 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
     elif glob.has_magic(entry):
         # The part before the first wildcard is what `relative`, and so the split, does not depend on.
         first_magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
-        root, found = Path(*path.parts[:first_magic]), [p for p in map(Path, matches(path)) if format_of(p) in suffixes]
+        root = Path(*path.parts[:first_magic])
+        found = [p for p in map(Path, glob_files(path)) if format_of(p) in suffixes]
     else:
         close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
         raise NotHere(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
@@ -96,7 +97,7 @@ def files_below(folder: Path, flag: str) -> list[str]:
     return found
 
 
-def matches(pattern: str | Path) -> list[str]:
+def glob_files(pattern: str | Path) -> list[str]:
     """What a glob (`**` allowed) matches besides folders, sorted, each name of a file once: `**` follows links to
     folders, also back to a folder that it came from."""
     found: dict[tuple[str, str], str] = {}
@@ -112,7 +113,7 @@ def match_globs(patterns: str | list[str], flag: str) -> list[str]:
     """The files of globs (`**` allowed), sorted within each. UserError for one that matches none."""
     files: list[str] = []
     for pattern in as_list(patterns):
-        found = matches(pattern)
+        found = glob_files(pattern)
         if not found:
             raise NotHere(f"{flag}: {pattern!r} matches no file.")
         for file in found:

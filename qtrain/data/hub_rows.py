@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qtrain.core.errors import NotHere, UserError, first_line, nearest, unknown_name
 from qtrain.core.hub import reaching_hub
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
-from qtrain.data.files import as_list, data_path, match_globs, matches
+from qtrain.data.files import as_list, data_path, glob_files, match_globs
 from qtrain.data.named_sets import named_set
 from qtrain.data.permutation import Permutation
 
@@ -207,7 +207,7 @@ class RowSource:
     def local_files(self) -> list[str]:
         """The files that data_files names on this machine."""
         local = [pattern for pattern in self._files() if "://" not in pattern]
-        return [file for pattern in local for file in matches(pattern)] if self.dataset in LOCAL_READERS else []
+        return [file for pattern in local for file in glob_files(pattern)] if self.dataset in LOCAL_READERS else []
 
     def _is_local(self) -> bool:
         return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()

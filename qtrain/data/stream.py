@@ -165,6 +165,7 @@ def count_samples(spec: Mapping[str, Any], stream: Stream, ctx: StreamContext, f
             f"{flag}: some {about:,.0f} sequences of data of type {kind} would have to be tokenized to count them; "
             "give --n_steps, or tokenize them first with tokenize_data.py."
         )
+    # A stream of its own, which ends after an epoch: `stream` stays where it is.
     epoch = open_stream(spec, dataclasses.replace(ctx, epochs=1), flag)
     count = 0
     try:

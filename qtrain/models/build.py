@@ -35,7 +35,7 @@ def build_model(
 
     place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
     are then parts of those of the full model. lazy: the matrices of a native model have no memory yet; they get their
-    values one by one where they are quantized (`quantize_linears`) or divided.
+    values one by one where they are quantized (`quantize_linears`) or sharded.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -52,9 +52,10 @@ def build_model(
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
+        # Module by module: what becomes lazy gives its memory back before the next module takes its own.
         if lazy:
             _make_matrices_lazy(name, module, values)
-    model.tie()
+    model.tie()  # again: `to_empty` has untied them
     model.reset_buffers()
     for name, parameter in model.named_parameters():
         if not is_lazy(parameter):

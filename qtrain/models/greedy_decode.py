@@ -25,11 +25,12 @@ def rows_at_once(model: nn.Module, places: int) -> int:
     if not _cacheable(model, places):
         return ROWS_WITHOUT_CACHE
     config, element = model.config, model.norm.weight.element_size()
+    # Bytes of one prompt's keys and values, of all layers.
     row = config.num_hidden_layers * 2 * model.kv_heads * config.head_dim * places * element
     return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
 
-class KVCache:
+class StaticKVCache:
     """Keys and values [B, KV heads, T, D] of one layer, for at most T places per row."""
 
     def __init__(self, batch: int, heads: int, places: int, head_dim: int, like: Tensor):
@@ -108,7 +109,7 @@ class _Cached:
         self._model, like = model, model.norm.weight
         self._tables = rope_tables(config.rope, config.head_dim, places, like.device)
         for layer in model.layers:
-            layer.attn.cache = KVCache(batch, model.kv_heads, places, config.head_dim, like)
+            layer.attn.cache = StaticKVCache(batch, model.kv_heads, places, config.head_dim, like)
 
     def __call__(self, ids: Tensor, at: Tensor, step: int) -> Tensor:
         model, last = self._model, at - 1  # the place of the newest token
@@ -124,6 +125,7 @@ class _Cached:
         for layer in model.layers:
             layer.attn.cache.at = last if step else None
             x, *_ = outputs(layer(x, info))
+        # [B, C]: the last token of each prompt, or the only one.
         x = x[torch.arange(len(ids), device=ids.device), last] if step == 0 else x[:, 0]
         return model.output(model.norm(x), model.lm_head)
 

@@ -39,7 +39,7 @@ class ApolloMiniOptimizer(MatrixOptimizer):
 
     def _factors(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
         """gradients [B, R, C] -> the factor of each matrix, fp32 [B]."""
-        oriented = gradients if gradients.shape[1] >= gradients.shape[2] else gradients.mT
+        oriented = gradients if gradients.shape[1] >= gradients.shape[2] else gradients.mT  # [B, larger, smaller side]
         # Not a bmm, whose order of summation depends on the batch size: results must not depend on the batching.
         direction = self._random(group, matrices, oriented.shape[2])
         projected = torch.linalg.vecdot(oriented, direction[:, None])  # [B, larger side]

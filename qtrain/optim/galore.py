@@ -133,13 +133,14 @@ class GaLoreOptimizer(MatrixOptimizer):
 
     def _projections(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
         """The projections [B, rank, smaller side] in the gradients' dtype, refreshed where that is due."""
+        # The host reads these states in its own memory: no synchronization.
         due = [
             i
             for i, (p, index) in enumerate(matrices)
             if group["steps_done"] > self._refresh_state(group, p)[index, _NEXT].item()
         ]
         if due:
-            some = len(due) < len(matrices)
+            some = len(due) < len(matrices)  # indexing copies the gradients: not where all are due
             self._refresh(group, [matrices[i] for i in due], gradients[due] if some else gradients)
         return self._read_projections(group, matrices, gradients)
 
@@ -176,11 +177,12 @@ class GaLoreOptimizer(MatrixOptimizer):
         if any(self._refresh_state(group, p)[index, _NEXT] == 0 for p, index in matrices):
             return  # the first refresh
         before = self._read_projections(group, matrices, gradients)[:, 0].float()
+        # The absolute value: opposite vectors span the same direction.
         cosines = torch.nn.functional.cosine_similarity(before, found[:, 0]).abs().cpu()
         for (p, index), cosine in zip(matrices, cosines, strict=True):
             last = self.state[p]["cosines"][index]
             last.copy_(torch.cat([last[1:], cosine[None]]))
-            if last.min() > NO_COSINE and last.mean() >= group["cos_threshold"]:
+            if last.min() > NO_COSINE and last.mean() >= group["cos_threshold"]:  # once the queue is full
                 gap = self._refresh_state(group, p)[index, _GAP : _GAP + 1]
                 gap.copy_(gap.double() * group["gamma_proj"])
 

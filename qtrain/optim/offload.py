@@ -162,7 +162,7 @@ class OffloadedUpdate:
                 if slot.device is not None:
                     weight, gradients[i] = (stage.allocate_like(slot.weight) for _ in range(2))
                     staged[i] = replace(staged[i], weight=weight, device=None)
-                    transfers.append((slot.weight, weight))
+                    transfers.append((slot.weight, weight))  # there and back; the gradient only there
             update = FusedUpdate(rule, staged, groups=groups, seed=seed, sr=sr, kernel=kernel)
             for owned, slot in zip(slices, staged, strict=True):
                 # The slices of a tensor start from the same step count and get gradients in the same steps.

@@ -98,19 +98,22 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         torch._foreach_neg_(negated)
         _apply(chunk.v, trained, negated, lr=1 - beta2, weight_decay=1.0)  # v = b2 * v + (1 - b2) * g * g
         del negated
-        roots = [_dense(chunk.v.slots[i].weight, torch.float32) for i in trained]
+        roots = [_dense(chunk.v.slots[i].weight, torch.float32) for i in trained]  # the new v, as it is stored
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_div_(g, roots)
         del roots
         y = [_dense(chunk.y.slots[i].weight, torch.float32) for i in trained]
+        # Decay is taken at y, and moves z and y: g is now the step of both.
         torch._foreach_add_(g, y, alpha=group["weight_decay"])
 
         # y <- y - share·(y - z) - lr·(1 - b1·(1 - share))·step
         torch._foreach_sub_(y, [chunk.z.slots[i].weight.float() for i in trained])
         torch._foreach_mul_(y, float_share)
         torch._foreach_add_(y, torch._foreach_mul(g, (rate * (1 - beta1 * (1 - share))).float()))
+        # z steps only now: y's update has read the z before this step.
         _apply(chunk.z, trained, g, lr=rate, weight_decay=0.0)
+        # lr 1: `y` is the whole change of the weights by now.
         _apply(chunk.y, trained, y, lr=1.0, weight_decay=0.0)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -202,5 +202,5 @@ def write_states(refs: Sequence[StateRef], format: StateFormat, values: Tensor) 
     format = format.fitted(values.shape[1:])
     states = state_tensors(refs, format, values.shape[1:], values.device)
     for kind, batched in quantize_state(values.flatten(0, 1), format).items():
-        split = batched.view(len(refs), -1, *batched.shape[1:]).unbind(0)
+        split = batched.view(len(refs), -1, *batched.shape[1:]).unbind(0)  # [B, R, ...]: one per state
         torch._foreach_copy_([state[kind] for state in states], list(split))

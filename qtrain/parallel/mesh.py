@@ -3,8 +3,8 @@
     replicate   groups that hold the same shards (DDP where shard is 1, HSDP where both are more than 1)
     shard       ranks that shard optimizer states and master weights (ZeRO-2), and with full sharding the weights of
                 layers that do not run (ZeRO-3, FSDP)
-    tp          ranks that divide every layer among them and read the same micro-batches (tensor parallelism);
-                consecutive ones, as they send most
+    tp          ranks that split every layer and read the same micro-batches (tensor parallelism); consecutive ones,
+                as they send most
 
 The first two are the data dimensions: `dp_rank` numbers the micro-batches that are read at once. A run without a
 launcher is a mesh of one rank and needs no process group.
@@ -49,7 +49,7 @@ class Mesh:
     dp_group: dist.ProcessGroup | None = None
     """The ranks that read other micro-batches with the same part of every layer; None: all ranks."""
     expert_mesh: "Mesh | None" = None
-    """Of the experts' parameters, with --ep; None: they are divided as all others are."""
+    """Of the experts' parameters, with --ep; None: they are sharded as all others are."""
     machines: Machines | None = None
     """None where the data-parallel ranks share one machine, or each has its own."""
 
@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        return self.dp_rank % self.shard
+        return self.dp_rank % self.shard  # the inner data dimension
 
     @property
     def model_group(self) -> RankGroup | None:
@@ -89,7 +89,7 @@ class Mesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that divide one copy of the states among them."""
+        """The ranks that shard one copy of the optimizer states."""
         return self.device_mesh.get_group("shard") if self.device_mesh is not None else None
 
     @property
@@ -119,7 +119,7 @@ def divisors(number: int) -> str:
 
 
 def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
-    """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves beside --tp. Raises
+    """(replicate, shard) of --dp_replicate and --dp_shard, 0: what the other one and --tp leave of the world. Raises
     UserError."""
     for flag, size in (("--tp", tp), ("--dp_replicate", dp_replicate), ("--dp_shard", dp_shard)):
         if size and world % size:
@@ -191,6 +191,7 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
     whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
     data = whole["replicate", "shard"]
     tp_group = RankGroup.of(whole.get_group("tp"))
+    # Flattened: one group over both data dimensions, for sums of gradients and counts.
     dp_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
     return Mesh(replicate, shard, data, ranks, tp_group, dp_group, machines=machines)
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a mixture's experts: of each expert a pair A [r, K], B [N, r] beside its frozen matrix.
+"""Low-rank adapters of a mixture's experts: of each expert a pair A [r, K], B [N, r] and its frozen matrix.
 
     y = base(x) + scale * (x · Aᵀ) · Bᵀ, a group's rows times the matrices of its own expert
 
@@ -197,7 +197,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             down_part = _adapters_backward(dy, activation(gate_up, None), adapters, kept_down, down)
         if needs_dx or needs_dweights or a_up is not None:
             dh = _rows_backward(dy, down_part.rows_a, w_down, adapters, kept_down, down)
-            del dy
+            del dy  # [R, C], before the gradient of gate_up [R, 2I] is allocated
             # <dh, h> of each row: the gradient of its route's weight, without the output y.
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)

@@ -104,6 +104,7 @@ def reason_to_leave(
     """Why a linear stays in high precision whatever low-bit scheme it has; None: the scheme decides."""
     if scheme.leaves_all:
         return rule or NOTHING
+    # Not isinstance: a subclass may have a forward pass of its own, which the swap would drop.
     if type(linear) not in (nn.Linear, GroupedLinear):
         return f"a {type(linear).__name__}, not a plain linear"
     if isinstance(linear, GroupedLinear) and choice.out_features % BLOCK_ROWS:
@@ -124,6 +125,7 @@ def decide(choice: LinearChoice, scheme: LowBitScheme, shared: bool, device: tor
     own = own.for_experts() if choice.groups > 1 else own
     if reason := _refusal(own, k, n, shared, device):
         return replace(choice, reason=reason, scheme=None, assigned=None, rounds_logits=False)
+    # for_linear(head=True) may turn on rounding of dy: seen by comparing with a hidden linear of this shape.
     rounds_logits = choice.is_head and own.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
     return replace(choice, reason=None, scheme=own, assigned=scheme, rounds_logits=rounds_logits)
 

@@ -64,15 +64,15 @@ class AmaxHistory:
     def _scales_of(self, largest: Tensor) -> Tensor:
         """fp32 [linears, 2] of the largest absmax of each."""
 
-        def of_kind(amax: Tensor, power_of_two: bool, formats: tuple[str, str]) -> Tensor:
+        def kind_scales(amax: Tensor, power_of_two: bool, formats: tuple[str, str]) -> Tensor:
             columns = zip(amax.unbind(dim=1), formats, strict=True)
             return torch.stack(
                 [scale_ref(column[:, None], fmt, "rowwise", power_of_two) for column, fmt in columns], dim=1
             )
 
         if len(self._kinds) == 1:
-            return of_kind(largest, *next(iter(self._kinds)))
+            return kind_scales(largest, *next(iter(self._kinds)))
         scales = torch.empty_like(largest)
         for kind, rows in self._kinds.items():
-            scales[rows] = of_kind(largest[rows], *kind)
+            scales[rows] = kind_scales(largest[rows], *kind)
         return scales

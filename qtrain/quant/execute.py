@@ -149,6 +149,7 @@ def quantize_swiglu_operands(
     x, given the gradient dy [M, I] of swiglu(x). router_dots: whether `router_dots_ref(dy, x)` is wanted too.
     """
     if request.exchanges:
+        # Scales may span ranks, which no fused kernel knows: the exchange quantizes the tensor in memory.
         t, dots = activation_dots(x, dy, router_dots)
         return SwiGLUOperands(request.exchange.quantize(t, request), dots)
     (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding

@@ -6,8 +6,8 @@
 
 x is quantized once on entry, for `output` and for `grad_weight`; what backward keeps is its transposed codes. dy is
 quantized once for both of its GEMMs. The module keeps the master `weight` as its parameter, which the optimizer,
-checkpoints and exports know; beside it live the weight's codes (`weight_codes.py`). With delayed scaling the scales of
-x and dy are kept too, with the absmax seen since the last step (`delayed_scaling.py`).
+checkpoints and exports know; with it are kept the weight's codes (`weight_codes.py`). With delayed scaling the scales
+of x and dy are kept too, with the absmax seen since the last step (`delayed_scaling.py`).
 """
 
 from collections.abc import Sequence

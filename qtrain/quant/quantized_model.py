@@ -59,6 +59,7 @@ class QuantizedModel:
         """Set the micro-step that keys the next random bits."""
         self.step = step
         if self.linears:
+            # In place: the linears' keys are views of these rows, and captured graphs hold the address.
             self.keys[:, 1].fill_(step)
 
     @property
@@ -96,6 +97,7 @@ class QuantizedModel:
     def refresh_weights(self) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
         stale = [linear for linear in self.linears if linear.weight.requires_grad]
+        # Scales that span ranks need a reduction: one for all of these weights.
         LowBitLinear.refresh_spanning([linear for linear in stale if linear.reduce is not None])
         for linear in stale:
             if linear.reduce is None:
@@ -114,6 +116,7 @@ class QuantizedModel:
         """Increment the weights' versions after each optimizer step where it did not, as torch's fused optimizers."""
 
         def after_step(*_: object) -> None:
+            # Weights whose version the optimizer has incremented itself are stale already.
             fresh = [x.weight for x in self.linears if x.weight.requires_grad and not x.stale]
             if fresh:
                 torch.autograd.graph.increment_version(fresh)

@@ -39,24 +39,24 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
     UserError for names that are no linears', for schemes that these cannot run in, and where the map is fixed: where
     processes share weights as codes, and for weights stored in low bits, which are parameters of another kind.
     """
-    former, before = {choice.name: choice for choice in quantized.choices}, quantized.by_name()
+    current, before = {choice.name: choice for choice in quantized.choices}, quantized.by_name()
     for name in schemes:
-        if name not in former:
-            raise unknown_name("reassign", "linear", name, former)
+        if name not in current:
+            raise unknown_name("reassign", "linear", name, current)
     # A linear that is not swapped is kept alive by the model alone.
     linears = {name: before[name] if name in before else quantized.left[name]() for name in schemes}
     shared = shared_weights(model)
     chosen = {
-        name: _choose(former[name], linears[name], scheme, id(linears[name].weight) in shared, quantized)
+        name: _choose(current[name], linears[name], scheme, id(linears[name].weight) in shared, quantized)
         for name, scheme in schemes.items()
     }
-    changed = {name: choice for name, choice in chosen.items() if choice.spec != former[name].spec}
+    changed = {name: choice for name, choice in chosen.items() if choice.spec != current[name].spec}
     if not changed:
         return
     if quantized.fixed:
         raise UserError(f"reassign: {quantized.fixed}, so the schemes of linears stay as they are.")
     histories, numbers = quantized.amax_rows(), quantized.keys[:, 2].tolist()
-    quantized.choices = [changed.get(name, choice) for name, choice in former.items()]
+    quantized.choices = [changed.get(name, choice) for name, choice in current.items()]
     quantized.keys[:, 1].fill_(quantized.step)  # of a model without linears in low bits nobody has set it
     now = number_keys(quantized)
     after = {name: linear for name, linear in before.items() if name not in changed}
@@ -72,7 +72,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
     quantized.linears = [after[choice.name] for choice in quantized.choices if choice.reason is None]
     _keep_histories(quantized, histories)
     # Weights that are rounded stochastically are rounded again, with the bits of their new numbers.
-    renumbered = {name for name, number, then in zip(former, now, numbers, strict=True) if number != then}
+    renumbered = {name for name, number, then in zip(current, now, numbers, strict=True) if number != then}
     for name in [name for name in after if name in renumbered and name not in changed]:
         if after[name].weight.requires_grad and any(after[name].scheme.rounds("w")):
             after[name].refresh()
@@ -85,23 +85,23 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
 
 
 def _choose(
-    former: LinearChoice, linear: nn.Module, scheme: Scheme, shared: bool, quantized: QuantizedModel
+    current: LinearChoice, linear: nn.Module, scheme: Scheme, shared: bool, quantized: QuantizedModel
 ) -> LinearChoice:
     """The choice of a linear in another scheme. UserError where it cannot run in it."""
-    if former.spec == spec_of(None if scheme.leaves_all else scheme):
-        return former
-    choice = replace(former, reason=REASON, scheme=None, assigned=None, rounds_logits=False)
+    if current.spec == spec_of(None if scheme.leaves_all else scheme):
+        return current
+    choice = replace(current, reason=REASON, scheme=None, assigned=None, rounds_logits=False)
     why = None
     if not scheme.leaves_all:
-        why = reason_to_leave(_plain(linear), former, scheme, REASON, True, 0)
-        choice = decide(former, scheme, shared, linear.weight.device)
+        why = reason_to_leave(_plain(linear), current, scheme, REASON, True, 0)
+        choice = decide(current, scheme, shared, linear.weight.device)
         why = why or choice.reason
         if scheme.sub_norm and not any(c.scheme and c.scheme.sub_norm for c in quantized.choices):
             why = 'the model lacks its norms; give it "sub_norm":false'
-    if former.stored or choice.stored:
+    if current.stored or choice.stored:
         why = "weights stored in low bits are parameters of another kind, which a model has from its build on"
     if why:
-        raise UserError(f"reassign: {former.name} cannot run in {spec_text(spec_of(scheme))}: {why}.")
+        raise UserError(f"reassign: {current.name} cannot run in {spec_text(spec_of(scheme))}: {why}.")
     return choice
 
 

@@ -45,7 +45,7 @@ def quantize_linears(
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
     Lazy parameters get their values, one at a time: first those that stay in high precision, the largest first, then
-    each weight before it is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy,
+    each weight before it is quantized. realize: False where whoever shards the weights does both: lazy ones stay lazy,
     and codes of trained weights take no memory now.
 
     min_size: linears with fewer in- or out-features stay in high precision; left: those that a scheme which keeps codes
@@ -80,6 +80,7 @@ def quantize_linears(
         elif realize:
             materialize(linear.weight)
         swapped = swap(linear, choice, quantized)
+        # A module that is reachable under several names stays one module.
         for name in names:
             model.set_submodule(name, swapped)
         quantized.linears.append(swapped)
@@ -101,6 +102,7 @@ def swap(linear: nn.Linear, choice: LinearChoice, quantized: QuantizedModel) -> 
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         swapped = LowBitLinear(linear, scheme, key, part and part.reduce).train(linear.training)
+    # The parameter of codes replaces the lazy one: it needs an initializer of its own.
     if is_lazy(plain) and linear.weight is not plain:
 
         def stored_value() -> StoredWeight:

@@ -111,6 +111,7 @@ def mlp_forward(
     )
     y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
     if zero is not None and torch.compiler.is_compiling():
+        # Makes the result depend on `keep_8bit`, without which the partitioner would not keep its codes for backward.
         y = y + zero
     dtypes = w_up.dtype, w_down.dtype
     return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes, memory)

@@ -1,4 +1,4 @@
-"""Parameters whose values are made when they are needed, so that a model that is stored in low bits, or divided, is
+"""Parameters whose values are made when they are needed, so that a model that is stored in low bits, or sharded, is
 never whole in high precision.
 
 A lazy parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can be

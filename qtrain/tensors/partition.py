@@ -16,7 +16,7 @@ class Partition:
     """A part of a parameter."""
 
     dim: int
-    """The dimension that is divided."""
+    """The dimension that is split."""
     full: int
     """Its length in the full parameter."""
     ranges: tuple[tuple[int, int], ...]
@@ -26,7 +26,7 @@ class Partition:
 
     @classmethod
     def evenly(cls, dim: int, parts: Sequence[int], ranks: int, rank: int) -> "Partition":
-        """The rank's share of each of `parts`, which lie one after the other and divide by the ranks."""
+        """The rank's share of each of `parts`, which lie one after the other; each is a multiple of the ranks."""
         ranges, start = [], 0
         for length in parts:
             own = length // ranks  # heads, experts or columns of a projection
@@ -84,7 +84,7 @@ class Placement:
 
 
 class Parts(Protocol):
-    """How processes divide the parameters of a model."""
+    """How processes split the parameters of a model."""
 
     def partition(self, name: str) -> Partition | None:
         """The part of the parameter `name` that this process holds; None: all of it."""

@@ -46,7 +46,7 @@ STORED_FORMATS: dict[str, OperandFormat] = {
 
 
 def rows_divide(format: str) -> bool:
-    """Whether a weight may be divided between any two rows: no scale covers several."""
+    """Whether a weight may be cut between any two rows: no scale covers several."""
     return GRANULARITIES[STORED_FORMATS[format].granularity][0] == 1
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from qtrain.comm.wire import exchange, gather, gather_rows, in_buckets, maximum_over_ranks, sent
+from qtrain.comm.wire import all_gather_rows, exchange, gather, in_buckets, maximum_over_ranks, sent
 from tests.worlds import run_ranks
 
 
@@ -24,7 +24,7 @@ def _gather(sizes: list[int]) -> tuple:
     rows = gather(torch.full((sizes[me],), me, dtype=torch.uint8), sizes, None, "test")
     maxima = torch.tensor([float(me), -float(me)])
     maximum_over_ranks(maxima)
-    return [row.tolist() for row in rows], sent["test"], maxima.tolist(), gather_rows(torch.tensor([me])).tolist()
+    return [row.tolist() for row in rows], sent["test"], maxima.tolist(), all_gather_rows(torch.tensor([me])).tolist()
 
 
 def test_gather_of_uneven_messages():

@@ -219,6 +219,7 @@ def _zero_tail(common, tiles, tiles_n, HALF: gl.constexpr, BLOCK_N: gl.constexpr
     end = gl.cdiv(sizes[0], 128) * tiles_n
     first = tiles + (gl.program_id(0) + programs - tiles % programs) % programs
     if first < end:
+        # TMA may still be reading this buffer, for the last tile.
         hopper.tma.store_wait(0)
         # Once: every tile of zeros is copied from it.
         buffer.store(gl.zeros((64, 128), c_desc.dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
@@ -257,7 +258,7 @@ def _multiply_tiles(
         named_barrier("bar.arrive", FIRST_FREE + free, FREE, 128)
     if HALF == 1 and not VECTOR_B:
         named_barrier("bar.arrive", FIRST_TURN, TURN, 128)  # the upper half begins
-    group, row, column, first, end, of_tile, next_scales = _begin(
+    group, row, column, first, end, tile_pointers, next_scales = _begin(
         gl.program_id(0), counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
     )
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -270,7 +271,7 @@ def _multiply_tiles(
             scale_b = scale_b_buffers.index(stage)
             token = _issue(a, b, partial, false_pred, HALF, 0, VECTOR_B)
             # While the product runs: the next step's scales, of the last step again at the end.
-            next_scales = _load_scales(of_tile, strides, gl.minimum(step + 1, end - 1), True, False, VECTOR_B)
+            next_scales = _load_scales(tile_pointers, strides, gl.minimum(step + 1, end - 1), True, False, VECTOR_B)
             if BLOCK_N == 256:
                 left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
                 token = _issue(a, b, partial, false_pred, HALF, 1, VECTOR_B)
@@ -287,7 +288,7 @@ def _multiply_tiles(
         out_group, out_row, out_column = group, row + 64 * HALF, column
         # Clamped: the last tile loads scales that nobody uses.
         following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
-        group, row, column, first, end, of_tile, next_scales = _begin(
+        group, row, column, first, end, tile_pointers, next_scales = _begin(
             following, counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
         )
         if out_row < m:  # the lower half of the last tile may be outside
@@ -348,7 +349,7 @@ def _blockwise_wgmma_kernel(
     )
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(loaded.index(stage), count=1)
+        hopper.mbarrier.init(loaded.index(stage), count=1)  # one arrival a phase: of the warp that loads
     hopper.fence_async_shared()
     descriptors, sizes = (a_desc, b_desc, scale_b_desc, c_desc), (m, n, k, groups)
     grouped, pointers = (groups_ptr, starts_ptr), (scale_a_ptr, scale_b_ptr, bias_ptr)

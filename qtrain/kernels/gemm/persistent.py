@@ -50,7 +50,7 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     # Down GROUP_M rows before the next column: the CTAs of a wave read few rows of A and few of B, which stay in L2.
     group_size = GROUP_M * tiles_n
     first_m = tile // group_size * GROUP_M
-    rows = min(tiles_m - first_m, GROUP_M)
+    rows = min(tiles_m - first_m, GROUP_M)  # the last group may have fewer
     return first_m + tile % group_size % rows, tile % group_size // rows
 
 
@@ -152,6 +152,7 @@ def _persistent_mm_kernel(
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
+        # None is a constexpr: one of the two epilogues is compiled.
         if low_rank_ptrs is None:
             scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
         else:

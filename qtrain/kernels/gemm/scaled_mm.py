@@ -25,7 +25,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm, padded_k
-from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
+from qtrain.kernels.gemm.split_k import choose_split, launch_split_tiles
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUMS_BYTES = 2**26
@@ -92,7 +92,7 @@ def launch_scaled_mm(
     """
     (m, k), n, t = a.shape, b.shape[0], tiling
     # Whole waves by the persistent kernel, then the tiles of the last wave by slices of K.
-    split = split_of(t, m, n, k, t.per_sm * sm_count(a.device)) if t.split else None
+    split = choose_split(t, m, n, k, t.per_sm * sm_count(a.device)) if t.split else None
     if split is None or split.whole:
         tiles = split.whole if split else None
         launch_persistent_mm(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, tiles=tiles)
@@ -137,11 +137,11 @@ def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> t
     """wide: of an fp32 output, whose tiles leave no room in shared memory for the large ones."""
     # The first name is what runs where nothing may be timed: a guess from the shape, INT8 and FP8 apart.
     two, large = (_TWO_WIDE, []) if wide else (_TWO, _LARGE)
-    small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96
+    small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96  # too few large tiles for a Hopper's 132 SMs
     order = [two, *large] if int8 or small else [*large, two]
     grouped = _GROUPED if int8 and not (wide or small) else []
     plain = [*([two] if small else order), *grouped, *_SMALL]
-    split = [_SPLIT[t] for t in order if split_of(t, m, n, k, t.per_sm * sms)]
+    split = [_SPLIT[t] for t in order if choose_split(t, m, n, k, t.per_sm * sms)]
     first = plain[0]
     # Tiles over the CTAs that run at once; what is missing to whole waves is idle.
     waves = triton.cdiv(m, first.block_m) * triton.cdiv(n, first.block_n) / (first.per_sm * sms)

@@ -36,7 +36,7 @@ class Split:
 
 
 @functools.cache  # asked at each launch
-def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
+def choose_split(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
     """The split with the least estimated time where `resident` CTAs run at once; None if no tile is left over or no
     split pays."""
     tiles, steps = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n), triton.cdiv(k, t.block_k)
@@ -69,6 +69,7 @@ def _slice_kernel(
     BLOCK_N: tl.constexpr = TILING.block_n
     ACCUMULATOR: tl.constexpr = tl.int32 if a_desc.dtype == tl.int8 else tl.float32
     program = tl.program_id(0)
+    # Slice after slice: `rest` neighboring CTAs have the same span of K.
     tile_m, tile_n = tile_of(whole + program % rest, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), TILING.group_m)
     row, column, first = tile_m * BLOCK_M, tile_n * BLOCK_N, program // rest * depth
     total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)

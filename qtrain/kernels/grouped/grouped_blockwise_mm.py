@@ -109,6 +109,7 @@ def _m_grouped_blockwise_kernel(
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """As `_blockwise_mm_kernel`. A's rows need no mask: only those of groups are multiplied, in whole tiles."""
+    # starts[groups] is where the last group ends, a multiple of 128: the rows after it are set to zero below.
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles, steps = tiles_m * tiles_n, tl.cdiv(k, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -148,6 +149,7 @@ def _k_grouped_blockwise_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in tl.range(0, steps):
         start += BLOCK_K
+        # The tile is complete: the next one of this CTA.
         if start >= last:
             item += PROGRAMS
             group = tl.load(order_ptr + item // tiles)
@@ -231,7 +233,7 @@ def launch_grouped_sums_blockwise(
         )  # fmt: skip
         return out
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
-    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
+    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # output tiles of all groups
     programs = min(t.per_sm * sm_count(a.device), items)
     _k_grouped_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),

@@ -36,7 +36,7 @@ from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_m_grouped
 
 def m_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
     """A [R, K]; B as for `m_grouped_mm` -> [R, N] in A's dtype: `F.linear` of each group's rows and matrix."""
-    w = matrices(b, a.shape[1], starts.shape[0] - 1)
+    w = matrices(b, a.shape[1], starts.shape[0] - 1)  # [E, N, K]
     out = a.new_zeros(a.shape[0], w.shape[1])
     return multiply_rows(lambda group, rows: F.linear(a[rows], w[group]), out, starts)
 
@@ -51,6 +51,7 @@ def k_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torc
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
 _LARGE, _TWO = Tiling(128, 256, 64, 8, 4), Tiling(128, 128, 64, 4, 3, per_sm=2)
+# For fp32 output: a quarter of a tile takes as much shared memory as half a tile of bf16.
 _WIDE, _WIDE_TWO = Tiling(128, 256, 64, 8, 3, subtiles=4), Tiling(128, 128, 64, 4, 3, subtiles=4, per_sm=2)
 _TALL, _SMALL = Tiling(256, 128, 64, 8, 4), Tiling(64, 128, 64, 4, 4, subtiles=2, per_sm=2)
 ROWS_TILINGS = {t.name: t for t in (_LARGE, _TWO, _SMALL)}
@@ -87,6 +88,7 @@ def m_grouped_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Ten
 
     def run(name: str) -> Tensor:
         if name == "cublas":
+            # offs: where each group ends. Rows after the last group are not written.
             out = F.grouped_mm(a, w.transpose(1, 2), offs=starts[1:])
             launch_zero_tail(out, group_of_block)
             return out
@@ -115,6 +117,7 @@ def k_grouped_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dt
 
     def run(name: str) -> Tensor:
         if name == "cublas":
+            # Matrices of groups without rows are not written.
             out = F.grouped_mm(a, b.t(), offs=starts[1:])
             launch_zero_empty(out, starts)
         else:

@@ -68,6 +68,7 @@ def _m_grouped_kernel(
             a = a_desc.load([row, start])
             b = load_matrix(b_desc, group, column, start, COLUMN_MAJOR)
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
+        # A scale per column of B is one of [groups * n]: this group's n are read.
         epilogue_ptrs = scale_ptrs[0], scale_ptrs[1] + group * n if ROWS[1] else scale_ptrs[1], None
         scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
     zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, TILING.subtiles)

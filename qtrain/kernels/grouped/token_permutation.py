@@ -132,6 +132,7 @@ def _starts_kernel(total_ptr, starts_ptr, groups, BINS: tl.constexpr, ALIGNMENT:
     group = tl.arange(0, BINS)
     total = tl.load(total_ptr + group, group < groups, 0)
     padded = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    # Number `groups` has no routes: its entry is where the last group ends.
     tl.store(starts_ptr + group, tl.cumsum(padded, 0) - padded, group <= groups)
 
 
@@ -217,6 +218,7 @@ def group_rows_of(
 
     every_routing: as many rows as any routing needs. Without, those of EVEN_LOADS times an even load, doubled until
     this routing fits: few sizes, for kernels that are timed for each, and one number that the host waits for."""
+    # Renumbered: the wanted groups come first, those that were before them last.
     found = group_rows((topk_ids - first) % groups, groups).part(0, count)
     tokens, per_token = topk_ids.shape
     routes = most = tokens * min(per_token, count)
@@ -229,7 +231,7 @@ def group_rows_of(
         return found
     return TokenPermutation(
         found.token_of_row[:rows].clone(),  # kept for backward: not the memory of all rows
-        found.row_of_topk.clamp(max=rows - 1),
+        found.row_of_topk.clamp(max=rows - 1),  # a route to another group reads the last row, a zero
         found.group_of_block[: rows // ALIGNMENT].clone(),
         found.starts,
     )

@@ -163,7 +163,7 @@ def _forward_heads(
         inside = (token < tokens) & (column < HALF)
         table = (token % table_rows) * HALF + column
         cos, sin = tl.load(cos_ptr + table, inside, 0.0), tl.load(sin_ptr + table, inside, 0.0)
-        token = token.to(tl.int64)
+        token = token.to(tl.int64)  # from here on: qkv may have more than 2**31 elements
         x_ptrs, out_ptrs = x_ptr + token * width + head * D + column, out_ptr + (token * HEADS + head) * D + column
         for _ in range(HEADS // HEADS_PER_TILE):
             x1, x2 = _load_halves(x_ptrs, inside, HALF)
@@ -288,6 +288,7 @@ def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim:
     block = triton.next_power_of_2(head_dim // 2)
     rows = max(1, ELEMENTS // (2 * block))
     per_tile = [min(rows, count & -count) for count in heads]  # the largest power of two that divides the heads
+    # At most a CTA for each tile of q or of k, whichever has more.
     ctas = min(triton.cdiv(tokens * max(per_tile), rows), per_sm * sm_count(device))
     return ctas, _Tile(*heads, *per_tile, head_dim, rows, block)
 

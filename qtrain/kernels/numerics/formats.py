@@ -158,7 +158,7 @@ def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
         return codes
     # Filled on the device: a copy of the table from the host would synchronize.
     values = torch.cat([torch.full((1,), value, device=codes.device) for value in FORMATS[fmt].values])  # fp32 [16]
-    return values[codes.int() & 15]
+    return values[codes.int() & 15]  # an index again: unpacking has extended the sign
 
 
 MX_GROUP = 32

@@ -191,6 +191,7 @@ def reciprocal(x, PTX: tl.constexpr):
 @triton.jit
 def bf16_to_float(words):
     """int32 [R, C, 4] -> fp32 [R, C, 8]."""
+    # bf16 is the upper half of fp32: the first element of a word is shifted up, the second masked.
     low = (words << 16).to(tl.float32, bitcast=True)
     high = (words & -65536).to(tl.float32, bitcast=True)
     return _interleave(low, high)
@@ -221,6 +222,7 @@ def bytes_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
 def nibbles_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
     """int32 [R, C] -> the nibbles minus an offset, fp32 [R, C, 8]."""
     high = words >> 16
+    # `high` has nibbles 4 to 7 at the places of 0 to 3: a field must lie below bit 23.
     n04 = tl.join(_digit(words, 0, 4, OFFSET, PTX), _digit(high, 0, 4, OFFSET, PTX))
     n15 = tl.join(_digit(words, 4, 4, OFFSET, PTX), _digit(high, 4, 4, OFFSET, PTX))
     n26 = tl.join(_digit(words, 8, 4, OFFSET, PTX), _digit(high, 8, 4, OFFSET, PTX))
@@ -303,6 +305,7 @@ def pack_fp8(x, CODE: tl.constexpr):
     """fp32 [R, C, 8] -> int32 [R, C, 2] of e4m3, to nearest even, saturating; NaN is kept."""
     if CODE.fp8_cvt:
         even, odd = _deinterleave(x)
+        # The first to the fourth of every four elements, [R, C, 2] each.
         first, third = _deinterleave(even)
         second, fourth = _deinterleave(odd)
         return tl.inline_asm_elementwise(

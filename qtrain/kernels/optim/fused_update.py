@@ -166,7 +166,7 @@ def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:
         update.rule == "adamw"
         and type(slot.weight) in (Tensor, torch.nn.Parameter)
         and slot.master is None
-        and (dtype == torch.float32 or not update.sr)
+        and (dtype == torch.float32 or not update.sr)  # torch rounds bf16 to nearest
         and grad.dtype == dtype
         and all(not f.block and tensors["value"].dtype == dtype for f, tensors in slot.states)
     )
@@ -200,6 +200,7 @@ def _update_ref(
     p = p * (1 - lr * weight_decay) - u * lr
 
     bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by multiplier
+    # Not strict: a rule may have one state, or none.
     for (format, tensors), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
         stochastic = bits is not None and is_stochastic(format, sr)
         for name, tensor in quantize_state(value, format, bits[mix] if stochastic else None).items():

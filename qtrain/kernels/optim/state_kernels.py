@@ -46,6 +46,7 @@ def load_state(address, scale_address, group, block, limit, last_block, FORMAT: 
         WORDS: tl.constexpr = 8 if FORMAT == "fp32" else 4 if FORMAT == "bf16" else 1 if FORMAT == "int4" else 2
         words = load_words(address, group, limit, WORDS, ALIGNED)
     if FORMAT == "fp8" or FORMAT == "int8" or FORMAT == "int4":
+        # Blocks past the end of the row read the last one's scale: no mask, and in bounds.
         scale = tl.load(_scale_pointers(scale_address, group, tl.minimum(block, last_block)))
     return words, scale
 
@@ -69,12 +70,14 @@ def decode_state(words, scale, factor, FORMAT: tl.constexpr, SIGNED: tl.constexp
             return tl.where(scale < 0.0, tl.sqrt(c), c) * tl.abs(scale)
     elif SIGNED:  # flipping the sign bit adds 128 (8) to two's complement
         if FORMAT == "int8":
+            # A signed code is 127 times the root of |x| / scale, with x's sign; 127² = 16129.
             c = bytes_to_float(words ^ -2139062144, 128.0, CODE.ptx)
             return c * tl.abs(c) * (scale * factor * (1.0 / 16129.0))[:, :, None]
         else:
             c = nibbles_to_float(words ^ -2004318072, 8.0, CODE.ptx)
             return c * tl.abs(c) * (scale * factor * (1.0 / 49.0))[:, :, None]
     elif FORMAT == "int8":
+        # Codes from 1 to 256 are stored less 1: 256 times the fourth root of x / scale; 256⁴ = 4294967296.
         c = bytes_to_float(words, -1.0, CODE.ptx)
         square = c * c
         return square * square * (scale * factor * (1.0 / 4294967296.0))[:, :, None]
@@ -100,6 +103,7 @@ def store_bf16(address, group, limit, x, bits, STOCHASTIC: tl.constexpr, ALIGNED
         pointer = address.to(tl.pointer_type(tl.bfloat16))
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)
+            # Clamped as in `load_words`: masked lanes keep addresses in bounds.
             element = tl.minimum(group, limit // 8 - 1)[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
             tl.store(pointer + element, x.to(tl.bfloat16), (group < limit // 8)[:, :, None])
         else:

@@ -56,7 +56,7 @@ def factors_kernel(
     active = inside & (grad != 0)
     step = tl.load(steps_ptr + i, inside, 0.0) + 1.0
     tl.store(steps_ptr + i, step, active)
-    tl.store(keys_ptr + i * 3 + 1, step.to(tl.int64), active)
+    tl.store(keys_ptr + i * 3 + 1, step.to(tl.int64), active)  # the step of its Philox key
     amax_address = tl.load(table_ptr + i * COLUMNS + 11, inside, 0)
     tl.store(amax_address.to(tl.pointer_type(tl.int32)), 0, active & (amax_address != 0))
     row = hyper_ptr + tl.load(table_ptr + i * COLUMNS + 10, inside, 0) * 5
@@ -114,7 +114,8 @@ def _decode_weight(words, scales, group, limit, WEIGHT: tl.constexpr, PTX: tl.co
         # 0x80808080 flips the sign bits: two's complement becomes code + 128, which needs no sign extension.
         return bytes_to_float(words ^ -2139062144, 128.0, PTX) * tl.load(scales)
     elif WEIGHT == "int4":
-        p = nibbles_to_float(words ^ -2004318072, 8.0, PTX)
+        p = nibbles_to_float(words ^ -2004318072, 8.0, PTX)  # 0x88888888: code + 8
+        # 16 groups of eight share a scale; past the end of the row the last scale is read.
         p *= tl.load(without_contiguity(scales + tl.minimum(group, (limit - 1) // 8) // 16))[:, :, None]
         return p
     else:
@@ -127,6 +128,7 @@ def _store_int8_weight(p, noise, address, scales, group, limit, ALIGNED: tl.cons
     # floor(p / scale + noise), noise from 0 to 1: stochastic rounding, as `quantize_ref` at rowwise.
     scale = tl.maximum(tl.max(tl.max(tl.max(tl.abs(p), 2), 1), 0) * (1.0 / 127.0), 1e-12)
     code = tl.minimum(tl.maximum(tl.floor(p * tl.div_rn(1.0, scale) + noise), -127.0), 127.0)
+    # 1.5 * 2**23: an integer added to it stands in the low bits, in two's complement.
     code = (code + 12582912.0).to(tl.int32, bitcast=True)
     store_words(address, group, limit, pack_bytes(code, 0, PTX), 2, ALIGNED)
     tl.store(scales, scale)
@@ -228,7 +230,7 @@ def update_kernel(
     block_base = (row * ((row_length + BLOCK - 1) // BLOCK) + start // BLOCK) * 4
     last_block = (limit - 1) // BLOCK
     G_WORDS: tl.constexpr = 8 if GRAD == "fp32" else 4
-    grad_address += base * (G_WORDS // 2)
+    grad_address += base * (G_WORDS // 2)  # bytes: eight elements are G_WORDS words
     m_address = state_address(m_address, base, byte_base, M)
     v_address = state_address(v_address, base, byte_base, V)
     m_scale_address += block_base
@@ -267,6 +269,7 @@ def update_kernel(
         rng_words = 0
         if SR_WEIGHT or SR_M or SR_V or STORED:
             if ALIGNED:
+                # A thread's eight elements are those of one draw.
                 rng_words = philox_words((first_element + base) // 8 + group, seed, step, tensor, CODE.ptx)
             else:
                 rng_words = draw_unaligned(number, seed, step, tensor, CODE.ptx)
@@ -289,7 +292,7 @@ def update_kernel(
         if SR_WEIGHT or STORED:
             bits = random_halves(rng_words, number, 1, ALIGNED, False, CODE.ptx)
         if STORED:
-            noise = (bits.to(tl.float32) + 0.5) * (1.0 / 65536.0)
+            noise = (bits.to(tl.float32) + 0.5) * (1.0 / 65536.0)  # above 0 and below 1: a whole number stays
             if WEIGHT == "int8":
                 _store_int8_weight(p, noise, p_address, scales, group, limit, ALIGNED, CODE.ptx)
             else:

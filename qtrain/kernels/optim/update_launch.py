@@ -151,7 +151,7 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     rows, length = row_shape(weight.shape)
     blocks = {format.block for format, _ in slot.states if format.block}
     assert len(blocks) <= 1, f"states of one tensor share a block size, not {sorted(blocks)}"
-    block = max(blocks, default=256)
+    block = max(blocks, default=256)  # without blocks: what a warp has, eight elements a thread
     # A tensor whose blocks tile its rows is one long row: fewer, fuller CTAs.
     if not stored and (not blocks or length % block == 0):
         rows, length = 1, rows * length  # no block crosses a row anyway
@@ -162,7 +162,7 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     if kind == "int8":  # a scale per row: the tile is the row
         tile, loops = max(triton.next_power_of_2(length), block), 1
     tensors = [weight.codes if stored else weight.detach()]
-    for state in [dict(state) for _, state in slot.states] + [{}] * (2 - len(slot.states)):
+    for state in [dict(state) for _, state in slot.states] + [{}] * (2 - len(slot.states)):  # {}: addresses of 0
         tensors += [state.get("codes", state.get("value")), state.get("scale")]
     tensors.append(weight.scale if stored else slot.master)
     assert all(t is None or t.is_contiguous() for t in tensors), "weights and states are contiguous"

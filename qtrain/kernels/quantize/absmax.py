@@ -137,7 +137,7 @@ def launch_absmax(
     # Tuned on an H200: rows want short tiles with few atomics, the others long lines.
     block_m, block_k = block or ((32, 256) if bf16x2 else (32, 128) if rows else (8, 512) if columns else (8, 1024))
     steps, warps = steps or (8 if bf16x2 else 16), 4 if rows or columns else 8
-    steps = steps if groups is None else BLOCK_ROWS // block_m
+    steps = steps if groups is None else BLOCK_ROWS // block_m  # a CTA's rows are of one group
     group_of_block = None if groups is None else groups.group_of_block
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:

@@ -44,7 +44,7 @@ from qtrain.kernels.quantize.dual_tile import (
     max_of_four,
     max_of_tile,
     offset_of_tile,
-    record_amax,
+    record_tile_amax,
     row_amax,
     rows_inside,
     whole_row_scales,
@@ -179,7 +179,7 @@ def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE
             nonfinite: tl.constexpr = False  # a NaN has a code of FP8, and the rest saturates
             inv_scale = inv_scale_of(scale, False)
             if amax_ptr is not None or CODE.stochastic or CODE.stochastic_t:
-                overflow = record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
+                overflow = record_tile_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
         else:
             inv_scale = fast_inv_scale(scale, nonfinite, CODE.ptx)
         inv, inv_first, inv_second = (inv_scale, inv_scale, inv_scale, inv_scale), inv_scale, inv_scale

@@ -152,9 +152,10 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
         # either case, and dy, whose rows are half as long.
         half = tl.multiple_of(words // 2, BLOCK // 2)
         left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
+        # The tile's column in dx becomes its column within a half, at which gate is read.
         gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
         dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
-        blocks = half // (BLOCK // 2)
+        blocks = half // (BLOCK // 2)  # tiles across gate; those after it are of up
         dots = dots_ptr, tile_m * BLOCK, m
         return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k, blocks, inside, dots, PTX)
     elif token_ptr is not None:
@@ -242,7 +243,7 @@ def block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, 
 
 
 @triton.jit
-def record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
+def record_tile_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
     """Stores the tile's absmax, if it exceeds the known one -> whether it exceeds the range of a given scale."""
     amax = max_of_tile(x0, x1, x2, x3, CODE.ptx)
     overflow = (amax.to(tl.float32, bitcast=True) * inv_scale <= CODE.fmt.max) == 0  # true of a NaN

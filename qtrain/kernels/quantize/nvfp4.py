@@ -42,7 +42,7 @@ def _rotation(device: torch.device) -> Tensor:
     hadamard = torch.ones(1, 1, device=device)
     for _ in range(4):
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    return hadamard * torch.tensor(SIGNS, device=device) / 4
+    return hadamard * torch.tensor(SIGNS, device=device) / 4  # 1 / sqrt(16): orthonormal
 
 
 def rotate_rows(x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def quantize_nvfp4_ref(x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, T
     scaled = (groups / (scale.float() * tensor_scale)[..., None]).flatten(1)[:, :columns]
     codes = encode_minifloat(scaled, E2M1, bits)
     scale = torch.where(finite, scale.float(), float("nan")).to(E4M3.dtype)
-    return pack(codes.view(torch.int8), "int4"), scale, tensor_scale
+    return pack(codes.view(torch.int8), "int4"), scale, tensor_scale  # two 4-bit fields a byte, as int4
 
 
 def _empty_quantize_nvfp4(x, transposed, hadamard):

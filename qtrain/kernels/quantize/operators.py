@@ -116,7 +116,7 @@ def quantize_transposed(
 
 
 def _empty_quantize_dual(x, fmt, granularity, granularity_t, columns, fmt_t, groups, token_of_row):
-    x = x.new_empty(RowIndex(token_of_row).shape(x))
+    x = x.new_empty(RowIndex(token_of_row).shape(x))  # [M, K]; x is [T, K]
     columns = empty_codes(x, fmt_t or fmt, granularity_t, transposed=True, groups=groups)
     return *empty_codes(x, fmt, granularity), *columns
 
@@ -212,7 +212,7 @@ def quantize_dual_into(
 
 
 def _empty_quantize_dual_delayed(x, fmt, token_of_row):
-    x = x.new_empty(RowIndex(token_of_row).shape(x))
+    x = x.new_empty(RowIndex(token_of_row).shape(x))  # [M, K]; x is [T, K]
     (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
     return codes, codes_t, scale, torch.empty_like(scale)
 

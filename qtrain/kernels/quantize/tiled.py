@@ -153,7 +153,7 @@ def _tiles_kernel(
             tl.atomic_max(amax_ptr, amax, sem="relaxed")
     nonfinite = False
     if group_ptr is not None:
-        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK_M) * k
+        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK_M) * k  # [groups, k]
     if COLUMNS is not None:
         scale_t, nonfinite = _tile_scales(
             bits, source_t_ptr, scale_t_ptr, (tile_m, tile_k), (m, k), (stride_i_t, stride_j_t), GIVEN, COLUMNS
@@ -286,6 +286,7 @@ def launch_tiled(
         codes_t_ptr=None if codes_t is None else codes_t.view(torch.int8),
         scale_ptr=scale, scale_t_ptr=scale_t, source_ptr=source, source_t_ptr=source_t, amax_ptr=amax,
         group_ptr=None if groups is None else groups.group_of_block, key_ptr=key, role=rounding.role, m=m, k=k,
+        # A layout that is not requested gets the other's strides: integers, which the kernel does not read.
         stride_i=(strides or strides_t)[0], stride_j=(strides or strides_t)[1],
         stride_i_t=(strides_t or strides)[0], stride_j_t=(strides_t or strides)[1],
         ROWS=rows, COLUMNS=columns, SAME=same, GIVEN=given, STOCHASTIC=key is not None,

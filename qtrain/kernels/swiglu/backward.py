@@ -82,15 +82,18 @@ def _quantize_swiglu_backward_kernel(
     PTX: tl.constexpr = CODE.ptx
     tiles_k = tl.cdiv(k, BLOCK_K)
     tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
+    # Words of two bf16 in a row of y, and of four codes in a column; M and I are multiples of 16.
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
     if group_ptr is not None:
         group = group_of_row(group_ptr, tile_m * BLOCK_M)
+        # Absmaxes of one group follow those of the one before: [groups * I] of y, [groups * 2I] of dx.
         source_t_ptr += group * k
         column_ptr += group * (2 * k)
+    # i numbers fours of rows, j the words of a row.
     i, j = tile_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4), tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     rows, columns = i < quads, j < words
     inside = None if EVEN else rows[:, None] & columns[None, :]
-    at = (4 * i).to(tl.int64)[:, None] * words
+    at = (4 * i).to(tl.int64)[:, None] * words  # in dy; a row of x and dx has 2 * words
     x_ptrs, dx_ptrs, dy_ptrs = x_ptr + 2 * at + j[None, :], dx_ptr + 2 * at + j[None, :], dy_ptr + at + j[None, :]
     row_ptrs = row_ptr + 4 * i
     dots0, dots1, dots2, dots3 = None, None, None, None
@@ -115,16 +118,18 @@ def _quantize_swiglu_backward_kernel(
     # y's column codes, under scales from forward, whose absmaxes are of exactly this y: it is rounded to bf16 alike.
     across = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     amax = tl.load(source_t_ptr + across, across < k, 0)
-    nonfinite = tl.max(amax, 0) >= 0x7F800000
+    nonfinite = tl.max(amax, 0) >= 0x7F800000  # bits of fp32 Inf, which those of NaN exceed
     scale = scale_from_amax(amax, CODE)
     if scale_t_ptr is not None:
+        # All CTAs of these columns compute the same scale: the first row of tiles stores it.
         tl.store(scale_t_ptr + across, scale, (across < k) & (tile_m == 0))
+    # The columns 2j and 2j + 1, which share a word.
     inv_first, inv_second = tl.split(tl.reshape(fast_inv_scale(scale, True, PTX), (BLOCK_K // 2, 2)))
     inv_first, inv_second = inv_first[None, :], inv_second[None, :]
-    draws, key, block = words // 4, None, 0
+    draws, key, block = words // 4, None, 0  # draws in a row of y: one serves eight elements
     if STOCHASTIC:
         seed, step, tensor = philox_key(key_ptr, role)
-        key = seed, step, tensor, tl.minimum(m, 1)
+        key = seed, step, tensor, tl.minimum(m, 1)  # a runtime 1, as in dual_bf16x2.py: it limits live registers
         block = (4 * i).to(tl.int64)[:, None] * draws + (tile_k * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8))[None, :]
     a0, b0 = encode_bf16x2(y0, inv_first, inv_second, nonfinite, block, key, STOCHASTIC, CODE)
     a1, b1 = encode_bf16x2(y1, inv_first, inv_second, nonfinite, block + draws, key, STOCHASTIC, CODE)
@@ -137,6 +142,7 @@ def _quantize_swiglu_backward_kernel(
         b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), PTX)
     else:
         a0, b0 = pack_four_codes(a0, a1, a2, a3, CODE), pack_four_codes(b0, b1, b2, b3, CODE)
+    # Word j of y's rows is two rows of the transposed codes, 2j and 2j + 1, of `quads` words each.
     ptrs_t = codes_t_ptr + j.to(tl.int64)[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
     tl.store(ptrs_t, tl.trans(a0), inside_t)
@@ -167,7 +173,7 @@ def launch_quantize_swiglu_backward(
     if groups is not None:
         count, group_of_block, scale_t_out = groups.count, groups.group_of_block, None
         scale_t = launch_group_scales(y_column_amax, fmt, power_of_two)
-    found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
+    found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)  # one memset for rows and columns
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
         x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), router_dots, codes_t.view(torch.int32),
         scale_t_ptr=scale_t_out, source_t_ptr=y_column_amax, row_ptr=found[:m], column_ptr=found[m:],

@@ -127,6 +127,7 @@ def quantize_swiglu_delayed(
     scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
     dots = empty_router_dots(x, router_dots)
     into = dots if router_dots else None
+    # power_of_two False: the given scale is rounded already.
     codes, _, codes_t, _ = launch_dual_bf16x2(
         x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, router_dots=into
     )

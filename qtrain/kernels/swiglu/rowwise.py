@@ -92,7 +92,7 @@ def _quantize_swiglu_rowwise_kernel(
             ptrs = codes_ptr + row * words + j
             store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
     if group_ptr is not None:
-        column_ptr += group_of_row(group_ptr, first) * 2 * words
+        column_ptr += group_of_row(group_ptr, first) * 2 * words  # [groups, I], I = 2 * words
     # One atomic per column and CTA; a maximum does not depend on their order.
     atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
     if BLOCK_2:
@@ -114,7 +114,7 @@ def launch_quantize_swiglu_rowwise(
     warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
     # Registers decide how many CTAs share an SM; at least two, but where a row takes all of them.
     per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
-    stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1
+    stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1  # a word of gate and one of up: 8 bytes
     programs = min(sm_count(x.device) * per_sm, m)
     if groups is not None:
         # A power of two that divides 128: a CTA's consecutive rows are of one block, and so of one group.

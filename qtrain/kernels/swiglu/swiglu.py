@@ -72,10 +72,11 @@ def _swiglu_backward_kernel(
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + columns, inside, 0.0).to(tl.float32)
     dgate, dots = swiglu_grad_f32(dy, gate, up, PTX)
-    dup = swiglu_f32(gate, dy, PTX)
+    dup = swiglu_f32(gate, dy, PTX)  # silu(gate) * dy
     tl.store(dx_ptr + row * 2 * width + columns, dgate.to(dx_ptr.dtype.element_ty), inside)
     tl.store(dx_ptr + row * 2 * width + width + columns, dup.to(dx_ptr.dtype.element_ty), inside)
     if dots_ptr is not None:
+        # BLOCK is a multiple of DOTS_BLOCK: each sum is of one CTA, without atomics.
         blocks = tl.cdiv(width, DOTS_BLOCK)
         block = tl.program_id(1) * (BLOCK // DOTS_BLOCK) + tl.arange(0, BLOCK // DOTS_BLOCK)
         dots = sum_of_pairs(tl.reshape(dots, (BLOCK // DOTS_BLOCK, DOTS_BLOCK)))
@@ -143,6 +144,7 @@ def swiglu(x: Tensor) -> Tensor:
 class _SwiGLU8Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
+        # y is of x itself: only the gradient is of the rounded values.
         codes, scale, _ = keep_8bit(x)
         ctx.save_for_backward(codes, scale)
         return _swiglu(x)

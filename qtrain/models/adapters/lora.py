@@ -5,8 +5,8 @@ adapter, A [r, K] and B [rows, r], so the same parameters are trained as by PEFT
 saved and loaded in its format (`peft_format.py`). The base is any linear, also a low-bit one. Adapters are fp32 and
 multiply in the dtype of the activations. They add two memory-bound GEMMs per linear: the A of all projections are
 concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once; of a low-bit
-base in the epilogue of its own GEMM (`quant/adapted_linear.py`). Adapters of
-the experts that a router chooses among are in `lora_experts.py`.
+base in the epilogue of its own GEMM (`quant/adapted_linear.py`). Adapters of the experts that a router chooses among
+are in `lora_experts.py`.
 
 DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight separately from its direction:
 y = m / ||W + scale · B·A|| · (W + scale · B·A)·x + bias, with m [N] initialized to ||W|| and the norm treated as a

@@ -1,6 +1,6 @@
 """Memory of full sharding: what a rank keeps of a decoder, and what exists in full while a layer or the loss runs.
 
-Divided are layers, and an embedding and a head of their own (`Decoder.units`), also where they do not train.
+Layers are sharded, and an embedding and a head of their own (`decoder_units`), also where they do not train.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -43,7 +43,7 @@ def full_shard_memory(
     pretrained: bool,
 ) -> FullShardBytes:
     """share: of the fullest rank, over all that trains; share_of: of the linear with this key, HEAD for the ends; None:
-    it is not divided. weights: in full, and its masters apart from them, without full sharding. largest_layer: elements
+    it is not sharded. weights: in full, and its masters apart from them, without full sharding. largest_layer: elements
     of its linears. See `estimate_memory` for the others."""
     matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
     layer = trained.bytes / layers if trained.adapters else element * largest_layer
@@ -51,21 +51,21 @@ def full_shard_memory(
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.
     in_full = trained.bytes if trained.adapters and share < 1 else 0
-    divided = [name for name in layer_linears(config) if share_of(name) is not None]
-    masters = weights - in_full - _gathered(config, low_bit, divided)
-    # An embedding and a head of their own are divided too.
+    sharded = [name for name in layer_linears(config) if share_of(name) is not None]
+    masters = weights - in_full - _gathered(config, low_bit, sharded)
+    # An embedding and a head of their own are sharded too.
     masters -= untied * matrix * (element + _in_full(head_bytes))
     # A frozen embedding's shard; the master of one that trains is in `weights`.
     masters += (untied and not embedding) * matrix * element * share_of(HEAD)
     codes = 0.0
-    for name, count, linear in _divided(config, low_bit, element, divided):
+    for name, count, linear in _sharded(config, low_bit, element, sharded):
         hidden, own = name != HEAD, share_of(name)
         frozen = bool(trained.adapters) or not (hidden or head)
         if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
             masters += count * linear.weight * own  # those that are the model's weights where these stay in full
         codes += count * linear.wire * own
     kept = masters + codes
-    one, two = (_gathered(config, low_bit, divided, some) + some * in_full / layers for some in (1, 2))
+    one, two = (_gathered(config, low_bit, sharded, some) + some * in_full / layers for some in (1, 2))
     others = trained.bytes - layers * layer - (embedding + head) * matrix * element
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
@@ -83,7 +83,7 @@ def full_shard_memory(
 
 def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> float:
     """Bytes of all weights that exist in full only while what reads them runs."""
-    linears = _divided(config, low_bit, element, layer_linears(config))
+    linears = _sharded(config, low_bit, element, layer_linears(config))
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * element
     return embedding + sum(elements * linear.weight for _, elements, linear in linears)
 
@@ -108,13 +108,13 @@ def host_gradients(
     embedding, _ = trained_ends(config, trained)
     matrix, linears, layer = config.vocab_size * config.hidden_size, layer_linears(config), element * largest_layer
     arriving = {weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)}
-    divided = list(_divided(config, low_bit, element, linears))
+    sharded = list(_sharded(config, low_bit, element, linears))
     largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
     arriving_head = max(
-        (elements for name, elements, linear in divided if name == HEAD and linear.codes_only), default=0
+        (elements for name, elements, linear in sharded if name == HEAD and linear.codes_only), default=0
     )
     return HostGradientBytes(
-        sums=element * (embedding * matrix + sum(elements for _, elements, _ in divided)),
+        sums=element * (embedding * matrix + sum(elements for _, elements, _ in sharded)),
         buffer=min(PIECE_BYTES, element * largest),
         layer=layer,
         # Of the unit that is added, and of the one whose backward pass runs meanwhile.
@@ -138,37 +138,37 @@ def _in_full(linear: LinearBytes) -> float:
     return linear.codes + (0 if linear.codes_only else linear.weight)
 
 
-def _divided(
-    config: ModelConfig, low_bit: LowBitBytes, element: int, divided: Iterable[str]
+def _sharded(
+    config: ModelConfig, low_bit: LowBitBytes, element: int, sharded: Iterable[str]
 ) -> Iterator[tuple[str, int, LinearBytes]]:
-    """(key, elements, of what kind) of the linears of layers that are `divided`, and of a head of its own."""
-    divided = set(divided)
+    """(key, elements, of what kind) of the linears of layers that are `sharded`, and of a head of its own."""
+    sharded = set(sharded)
     for name, count, weights, linear in low_bit.linears(config):
-        if name in divided:
+        if name in sharded:
             yield name, count * weights, linear
     if not config.tie_word_embeddings:
         yield HEAD, config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element)
 
 
-def _gathered(config: ModelConfig, low_bit: LowBitBytes, divided: Collection[str], layers: int | None = None) -> float:
-    """What `layers` layers read of their `divided` linears, in full, at most; None: all of them."""
+def _gathered(config: ModelConfig, low_bit: LowBitBytes, sharded: Collection[str], layers: int | None = None) -> float:
+    """What `layers` layers read of their `sharded` linears, in full, at most; None: all of them."""
     sizes: dict[str, list[float]] = {}
     for name, count, weights, linear in low_bit.linears(config):
-        if name in divided:
+        if name in sharded:
             sizes.setdefault(name, []).extend([weights * _in_full(linear)] * count)
-    return sum(sum(sorted(of_name, reverse=True)[:layers]) for of_name in sizes.values())
+    return sum(sum(sorted(linear_sizes, reverse=True)[:layers]) for linear_sizes in sizes.values())
 
 
 def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, kept: float) -> dict[str, int]:
-    """The largest moment of a build in which each divided matrix exists until its master is cut from it, and a tied
-    embedding before all others. masters: bytes of all masters, and of what is not divided; kept: with the codes that
+    """The largest moment of a build in which each sharded matrix exists until its master is cut from it, and a tied
+    embedding before all others. masters: bytes of all masters, and of what is not sharded; kept: with the codes that
     are quantized last."""
     # Random weights are drawn in fp32; loaded ones come in the model's dtype.
     drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
-    divided = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
+    sharded = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
     moments = (
         (element * matrix, drawn * matrix),
-        (round(masters), (element + drawn) * max(divided)),
+        (round(masters), (element + drawn) * max(sharded)),
         (round(kept), 0),
     )
     weights, initialization = max(moments, key=sum)

@@ -16,8 +16,8 @@ The peak is one of these moments (`MemoryEstimate.moments`):
 - optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
-once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's. Where
-layers are divided over GPUs too, they are those outside of layers, and no sums are kept of the others.
+once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, together with a layer's.
+Where layers are sharded too, they are those outside of layers, and no sums are kept of the others.
 
 Where layers' inputs are in host memory (`models/native/residual_offload.py`), all but that of the last layer leave the
 device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
@@ -90,7 +90,7 @@ class StepShape:
 class RankShare(NamedTuple):
     """What one of several GPUs holds: of the optimizer states, of the master weights that are not the model's own
     weights, and of the gradients that are not those of the model's weights. experts, others: of the states of a
-    mixture's experts, and of all else, which may be divided over different ranks; None: they are not divided."""
+    mixture's experts, and of all else, which may be sharded over different ranks; None: they are not sharded."""
 
     states: float
     masters: float
@@ -99,7 +99,7 @@ class RankShare(NamedTuple):
     others: float | None
 
     def linear_bytes(self, key: str) -> float | None:
-        """Of the states of a linear; None: it is not divided."""
+        """Of the states of a linear; None: it is not sharded."""
         return self.experts if key.startswith("experts.") else self.others
 
 
@@ -220,8 +220,8 @@ def estimate_memory(
         # Bytes per token that come back while a layer is computed again.
         recomputed, in_mlp = max(0.0, kept(kind, frozenset()) - own), 0.0
         if step.mlp_chunks:
-            of_mlp = mlp_tensors(config, step.compiled, step.element, kind.low_bit)
-            in_mlp = sum(size for name, size in tensors(kind, frozenset()).items() if name in of_mlp)
+            mlp_names = mlp_tensors(config, step.compiled, step.element, kind.low_bit)
+            in_mlp = sum(size for name, size in tensors(kind, frozenset()).items() if name in mlp_names)
         return _backward_bytes(config, step, kind.low_bit, trained, recomputed, in_mlp)
 
     parameters, gradients = count_parameters(config).total, trained.bytes
@@ -369,14 +369,19 @@ def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
 
 
 def _backward_bytes(
-    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float, of_mlp: float
+    config: ModelConfig,
+    step: StepShape,
+    low_bit: LowBitBytes,
+    trained: TrainedPart,
+    recomputed: float,
+    mlp_bytes: float,
 ) -> float:
     """Of a layer, without the head's gradient. low_bit: of this layer. recomputed: bytes per token of its own tensors
-    that backward computes again; of_mlp: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
+    that backward computes again; mlp_bytes: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
-    # gate_up and of its activation, or the codes of the former in both layouts, once down's input is freed; or
+    # gate_up and of its activation, or the codes of gate_up's in both layouts, once down's input is freed; or
     # attention's in fp32, with keys and values expanded to all query heads, once all that the MLP kept is freed.
     # With adapters down's input has two gradients, and their sum; on a low-bit base its GEMM adds them. Where down's
     # input is recomputed, there are its codes, both whole gradients, and the codes of gate_up's gradient in both
@@ -387,7 +392,7 @@ def _backward_bytes(
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     # Of 8 bits: gate_up's output in full.
-    of_gate_up = BYTES_PER_ELEMENT if low_bit.gate_up_8bit else element
+    gate_up_element = BYTES_PER_ELEMENT if low_bit.gate_up_8bit else element
     in_mlp += 2 * inner * element * low_bit.gate_up_8bit
     if rows := rows_per_token(config, tokens):
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
@@ -397,21 +402,21 @@ def _backward_bytes(
     in_attention = q * (4 + 2 * element) + input_widths * element
     if step.mlp_chunks and not rows:
         # The gradient that comes in; of a chunk its input, and the gradient of that.
-        at_chunk = tokens * c * element + step.mlp_rows * (of_mlp + in_mlp + 2 * c * element)
+        at_chunk = tokens * c * element + step.mlp_rows * (mlp_bytes + in_mlp + 2 * c * element)
         sums = trained.mlp_elements(config) * trained.element
         at_chunk += sums + (step.mlp_rows < tokens) * trained.mlp_elements(config) * 4
-        in_layer = max(at_chunk, tokens * (2 * c * element + in_attention) + sums) + tokens * (recomputed - of_mlp)
+        in_layer = max(at_chunk, tokens * (2 * c * element + in_attention) + sums) + tokens * (recomputed - mlp_bytes)
     else:
         if not rows:
-            in_attention -= (inner + c) * element + 2 * inner * of_gate_up
+            in_attention -= (inner + c) * element + 2 * inner * gate_up_element
         in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
     return in_layer + max(weights * linear.temporary for _, _, weights, linear in low_bit.linears(config))
 
 
 def _head_backward_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     element, head = step.element, _head_elements(config, trained)
-    of_hidden = step.tokens * config.hidden_size * (2 * element + 4)
-    return of_hidden + head * (_head_gradient_element(step, low_bit) + element)
+    hidden_bytes = step.tokens * config.hidden_size * (2 * element + 4)
+    return hidden_bytes + head * (_head_gradient_element(step, low_bit) + element)
 
 
 def _largest_partition(config: ModelConfig) -> int:

@@ -202,8 +202,8 @@ def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
     if "block" in kinds:
         return {"blocks": 1.0, "attention": 1.0, "adapters": 1.0}
     linears = layer_linears(config)
-    of_kind = {"qkv": {"qkv", "qkv_a", "q_b", "kv_b"}, "ffn": {"gate_up", "experts.gate_up", "shared.gate_up"}}
-    again = {name for kind, names in of_kind.items() if kind in kinds for name in names}
+    linears_of_kind = {"qkv": {"qkv", "qkv_a", "q_b", "kv_b"}, "ffn": {"gate_up", "experts.gate_up", "shared.gate_up"}}
+    again = {name for kind, names in linears_of_kind.items() if kind in kinds for name in names}
     used = {name: n.layers * n.used for name, n in linears.items()}
     products = sum(work for name, work in used.items() if name in again)
     return {"blocks": products / sum(used.values()), "attention": float("attention" in kinds)}

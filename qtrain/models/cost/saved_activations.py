@@ -118,10 +118,10 @@ class LowBitBytes:
         """(key, how many, weights of each, bytes) of the layers' linears; where layers are not alike, those of a key
         more than once."""
         for name, linear in layer_linears(config).items():
-            of_layers = Counter(layer.layer[name] for layer in self.layers if name in layer.layer)
+            layer_counts = Counter(layer.layer[name] for layer in self.layers if name in layer.layer)
             if not self.layers and name in self.layer:
-                of_layers[self.layer[name]] = linear.layers
-            for found, count in of_layers.items():
+                layer_counts[self.layer[name]] = linear.layers
+            for found, count in layer_counts.items():
                 yield name, count, linear.weights, found
 
     def per_layer(self, config: ModelConfig) -> list[tuple[int, bool, "LowBitBytes"]]:

@@ -14,7 +14,7 @@ from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, Safete
 from qtrain.models.hf.formats.gguf import Gguf
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import export_gguf
-from qtrain.models.hf.io import Tokenizer, export_hf
+from qtrain.models.hf.io import ExportableTokenizer, export_hf
 from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes, export_quantized
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
@@ -85,7 +85,7 @@ def export_as(
     model: nn.Module,
     source: ModelSource,
     folder: Path,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: ExportableTokenizer | None = None,
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,

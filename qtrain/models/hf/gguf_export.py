@@ -14,7 +14,7 @@ import torch
 from qtrain.models.config.hf_layout import TensorSlice
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.formats.gguf import ARCHITECTURES, Gguf
-from qtrain.models.hf.io import CARD, Tokenizer, replacing
+from qtrain.models.hf.io import CARD, ExportableTokenizer, replacing
 from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.decoder import Decoder
@@ -32,7 +32,7 @@ def export_gguf(
     model: Decoder,
     folder: Path | str,
     fmt: Gguf,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: ExportableTokenizer | None = None,
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,
@@ -151,7 +151,7 @@ def _add_settings(writer: Any, config: ModelConfig, fmt: Gguf, trained_positions
         writer.add_expert_feed_forward_length(config.moe.width)
 
 
-def _add_tokenizer(writer: Any, folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: ExportableTokenizer, vocab_size: int) -> None:
     """The vocabulary of a byte-level BPE tokenizer whose splitting llama.cpp knows; of others a printed line."""
     import gguf
 

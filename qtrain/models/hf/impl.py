@@ -229,8 +229,8 @@ def _explained(source: ModelSource, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        of_the_hub = isinstance(error, OSError) and source.folder is None
-        if of_the_hub or isinstance(error, MemoryError) or "memory" in str(error):
+        from_hub = isinstance(error, OSError) and source.folder is None
+        if from_hub or isinstance(error, MemoryError) or "memory" in str(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, pickle.UnpicklingError):  # torch's advice is to load it with weights_only=False

@@ -22,7 +22,7 @@ from qtrain.core.errors import UserError
 from qtrain.core.hub import reaching_hub
 from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf.source import FIX, ModelSource, holds_tensors
-from qtrain.models.hf.tensor_files import INDEX, write_json, write_tensors
+from qtrain.models.hf.tensor_files import INDEX, dump_json, write_tensors
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.quant.export import exported_tensors
 
@@ -37,7 +37,7 @@ WriteWeights = Callable[[nn.Module, Path], dict[str, Any]]
 """Writes a model's tensors into a folder and returns what config.json says of them."""
 
 
-class Tokenizer(Protocol):
+class ExportableTokenizer(Protocol):
     """The interface of a tokenizer that export needs."""
 
     bos_id: int | None
@@ -63,7 +63,7 @@ def export_hf(
     model: nn.Module,
     source: ModelSource,
     folder: Path | str,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: ExportableTokenizer | None = None,
     *,
     trained_positions: int = 0,
     write_weights: WriteWeights | None = None,
@@ -92,8 +92,8 @@ def export_hf(
             _adopt_special_ids(config, tokenizer)
             _adopt_special_ids(generation, tokenizer)
             tokenizer.save_hf(temporary)
-        write_json(temporary / "config.json", config)
-        write_json(temporary / GENERATION, generation)
+        dump_json(temporary / "config.json", config)
+        dump_json(temporary / GENERATION, generation)
         if card is not None:
             (temporary / CARD).write_text(card(), encoding="utf-8")
         unchecked = (GENERATION, CARD, CHECKSUMS)
@@ -136,7 +136,7 @@ def generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, 
     return {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
 
 
-def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _adopt_special_ids(config: dict[str, Any], tokenizer: ExportableTokenizer) -> None:
     """Set the ids of the training's tokenizer; a config with several end tokens, its own among them, keeps them."""
     known = config.get("eos_token_id")
     if tokenizer.eos_id is not None and tokenizer.eos_id not in (known if isinstance(known, list) else [known]):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qtrain.core.errors import UserError
 from qtrain.models.config.hf_layout import TensorSlice, layout
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
-from qtrain.models.hf.io import MAX_SHARD_BYTES, Tokenizer, export_hf
+from qtrain.models.hf.io import MAX_SHARD_BYTES, ExportableTokenizer, export_hf
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.hf.tensor_files import write_tensors
 from qtrain.models.native.decoder import Decoder
@@ -170,7 +170,7 @@ def export_quantized(
     source: ModelSource,
     folder: Path | str,
     fmt: SafetensorsFormat,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: ExportableTokenizer | None = None,
     *,
     left: Collection[str] = (HEAD,),
     trained_positions: int = 0,

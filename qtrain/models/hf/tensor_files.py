@@ -26,8 +26,8 @@ def write_tensors(names: Iterable[str], on: Callable[[str, str], Tensor], folder
     for file, members in plan.filename_to_tensors.items():
         save_file({name: on("cpu", name) for name in members}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
-        write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        dump_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def dump_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

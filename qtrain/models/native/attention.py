@@ -74,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 
 
 class SequenceInfo(NamedTuple):
-    """What every layer is told of the sequences beside the residual stream."""
+    """What every layer is told of the sequences, apart from the residual stream."""
 
     batch: int
     seq_len: int
@@ -83,7 +83,7 @@ class SequenceInfo(NamedTuple):
     """Rotary tables [S or B, S, 1, D/2]."""
     mask: Mask = None
     sharded: bool = False
-    """Whether processes have divided the stream along its batch * seq_len tokens (sequence parallelism)."""
+    """Whether processes shard the stream along its batch * seq_len tokens (sequence parallelism)."""
 
 
 class KVCache(Protocol):

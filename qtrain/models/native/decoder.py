@@ -121,11 +121,11 @@ class Decoder(nn.Module):
         self.output = Output()
         self.expert_load = ExpertLoad(len(routed), config.moe.experts) if routed else None
         self.parts: Parts | None = None
-        """How processes divide the parameters; None: this one holds all."""
+        """How processes split the parameters; None: this one holds all."""
         self.residual_offload: ResidualOffload | None = None
         """What keeps layers' inputs in host memory for backward; None: they stay on the device."""
         self.shards_sequence = False
-        """Whether processes divide the residual stream along tokens in training."""
+        """Whether processes shard the residual stream along tokens in training."""
         self.make_norm: Callable[..., nn.Module] = nn.RMSNorm
         """Of the norms that `add_sub_norms` adds."""
         self.tie()

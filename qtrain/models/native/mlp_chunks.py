@@ -3,7 +3,7 @@
     x - norm - attention - + - h      h, chunk by chunk:    h - norm - gate_up - silu(gate) * up - down - +
 
 At 131,072 tokens gate_up's output of a 7B model is 9.3 GiB, as much as eleven residual streams, and a layer's backward
-holds its gradient and the activation beside it. Every row of the MLP is computed by itself, so tokens can be divided
+holds its gradient and the activation besides. Every row of the MLP is computed by itself, so tokens can be split
 (Arctic's TiledMLP, arXiv:2506.13996).
 
 As with recomputation of whole layers, forward keeps the layer's input alone. Backward computes attention again and
@@ -103,7 +103,7 @@ class _ChunkedLayer(torch.autograd.Function):
 def _mlp_backward(
     layer: TwoHalves, stream: Tensor, dy: Tensor, chunks: int, trained: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of `trained`. stream, dy [T, C]: the former is replaced by its gradient."""
+    """The gradients of `trained`. stream, dy [T, C]; stream is replaced by its gradient."""
     rows, linears = mlp_chunk_rows(len(stream), chunks), rounding_linears(layer.mlp)
 
     def one_chunk(number: int, chunk: Tensor, dy: Tensor) -> list[Tensor | None]:  # what it allocates is freed with it

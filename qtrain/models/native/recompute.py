@@ -111,7 +111,7 @@ def _sums_few_columns(op: Any, args: Any) -> bool:
 Stage = Literal["qkv", "o_proj", "ffn"]
 
 
-class Kept(NamedTuple):
+class KeptResults(NamedTuple):
     """Results of which operators a region keeps."""
 
     qkv: bool = True
@@ -129,7 +129,7 @@ class Policy:
     are kept whatever the kinds, as the residual stream is the sum of their result and the layer's input. After that
     sum, or that of a linear and its adapters, come the MLP's. first: the stage in which the region begins."""
 
-    def __init__(self, kept: Kept, first: Stage = "qkv"):
+    def __init__(self, kept: KeptResults, first: Stage = "qkv"):
         self.kept = kept
         self.stages = {False: first, True: first}
         """Of the forward pass, and of the recomputation."""
@@ -139,29 +139,30 @@ class Policy:
         if op in _ATTENTION:
             kept = self.kept.attention
         elif op in _PRODUCTS or op.name() in _PRODUCT_NAMES:
-            # `Kept` has no field o_proj: its products are kept whatever the kinds.
+            # `KeptResults` has no field o_proj: its products are kept whatever the kinds.
             kept = getattr(self.kept, stage, True) and not _sums_few_columns(op, args)
         else:
             kept = op.name() == _KEPT_8BIT or (self.kept.swiglu and op.name() in _SWIGLU_NAMES)
         if stage == "qkv" and (op in _ATTENTION or op in _SOFTMAX):
             self.stages[ctx.is_recompute] = "o_proj"
+        # Equal shapes: a sum with the residual or with adapters, not with a bias.
         elif stage == "o_proj" and op is _aten.add.Tensor and args[0].shape == getattr(args[1], "shape", None):
             self.stages[ctx.is_recompute] = "ffn"
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts(first: Stage, *kept: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(Policy(Kept(*kept), first))
+    return create_selective_checkpoint_contexts(Policy(KeptResults(*kept), first))
 
 
 @functools.cache  # compiled layers share their code if they share the function
-def contexts(kept: Kept, first: Stage = "qkv") -> Callable[[], Any]:
+def contexts(kept: KeptResults, first: Stage = "qkv") -> Callable[[], Any]:
     """`context_fn` of `torch.utils.checkpoint.checkpoint`."""
     # Of constants only: a named tuple comes out of torch 2.11's compiler with every field true.
     return functools.partial(_contexts, first, *kept)
 
 
-selective_contexts = contexts(Kept())
+selective_contexts = contexts(KeptResults())
 """Of a region that recomputes everything but products and attention."""
 
 # ---- a layer's regions -----------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class LayerRegions(NamedTuple):
         if "block" in kinds:
             return cls(layer=Region())
         swiglu, ffn = not kinds & {"swiglu", "ffn"}, "ffn" not in kinds and not gate_up_8bit
-        kept = Kept(qkv="qkv" not in kinds, attention="attention" not in kinds, ffn=ffn, swiglu=swiglu)
+        kept = KeptResults(qkv="qkv" not in kinds, attention="attention" not in kinds, ffn=ffn, swiglu=swiglu)
         if "norm" in kinds:
             return cls(layer=Region(contexts(kept)))
         return cls(

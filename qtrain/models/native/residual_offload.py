@@ -80,9 +80,9 @@ class ResidualOffload:
         first = _AtBackward.apply(first, self, index, self._pass)
         return (first, *others) if isinstance(output, tuple) else first
 
-    def before_backward(self, index: int, of_pass: int) -> None:
+    def before_backward(self, index: int, pass_number: int) -> None:
         """Have the input of layer `index` on the device, and that of the layer before on its way."""
-        if of_pass != self._pass:
+        if pass_number != self._pass:
             raise RuntimeError("backward of a forward pass that is not the last one: its residuals are overwritten")
         if index in self._kept:
             residual = self._kept.pop(index)  # autograd holds it from here on
@@ -140,12 +140,12 @@ class _AtBackward(torch.autograd.Function):
     fetched."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, offload: ResidualOffload, index: int, of_pass: int) -> Tensor:
-        ctx.arguments = offload, index, of_pass
+    def forward(ctx, output: Tensor, offload: ResidualOffload, index: int, pass_number: int) -> Tensor:
+        ctx.arguments = offload, index, pass_number
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        offload, index, of_pass = ctx.arguments
-        offload.before_backward(index, of_pass)
+        offload, index, pass_number = ctx.arguments
+        offload.before_backward(index, pass_number)
         return gradient, None, None, None

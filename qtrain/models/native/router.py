@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 class TokenSum(NamedTuple):
-    """How a micro-batch is summed whose tokens several processes have divided."""
+    """How sums over a micro-batch are made whose tokens are sharded over processes."""
 
     reduce: Callable[[Tensor], Tensor]
     """The sum over the processes; its gradient is that of each process's term."""
@@ -153,7 +153,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # only the weight's gradient reads x
         ctx.dtype = x.dtype
         return fp32_mm(x, weight.t())
 

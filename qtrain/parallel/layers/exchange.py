@@ -71,7 +71,7 @@ def reduce_statistics(statistics: Tensor, group: RankGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenExchange:
-    """Of a column-parallel linear whose input is divided along tokens: an `Exchange` of a scheme that
+    """Of a column-parallel linear whose input is sharded along tokens: an `Exchange` of a scheme that
     `gathers_codes`."""
 
     group: RankGroup
@@ -106,6 +106,7 @@ class TokenExchange:
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
         columns = saved.codes.shape[1]
+        # Codes of all tokens already: forward transposed what it had gathered.
         if saved.format.sum_dim == 0 or columns * FORMATS[saved.format.fmt].packing >= rows:
             return saved
         # [ranks, K, T / ranks]
@@ -129,7 +130,7 @@ class ScaleExchange:
     def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
         formats = [fmt for fmt in request.formats if fmt is not None]
         # Finer scales would be of this rank's rows alone, and codes not those of one process.
-        assert all(fmt.granularity == "tensorwise" for fmt in formats), "other scales beside it"
+        assert all(fmt.granularity == "tensorwise" for fmt in formats), "a scale that is not tensorwise"
         power_of_two = request.scheme.power_of_two
         scale = spanning_scale(t, formats[0], self.group.all_reduce_max, power_of_two, request.delayed)
         return operands_under_scale(t, request, scale)
@@ -193,5 +194,5 @@ def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -
     how += f" in {codes} of {len(inputs)} layers" * (0 < codes < len(inputs))
     return (
         f"experts {experts // ranks} of {experts} on each process; tokens are gathered "
-        f"{how}, sums and gradients travel in the model's dtype"
+        f"{how}, sums and gradients are sent in the model's dtype"
     )

@@ -6,10 +6,10 @@ nearly all ranks where it has many routes, so this is less than a message for ev
 routing. Nor do the rows that a rank computes where a step is recorded as CUDA graphs: as many as any routing needs, and
 the host reads nothing back. Else they are those of `group_rows_of`, which grow with the busiest routing of a step.
 
-    added      all tokens are one batch. A rank's rows are those routed to its experts, and what travels back is the sum
+    added      all tokens are one batch. A rank's rows are those routed to its experts, and what is sent back is the sum
                over a token's routes to them, [T, C] in x's dtype, added in fp32 in the order of the ranks
     in order   tokens of each rank are a batch of their own, as they would be on a process that holds all experts: the
-               same rows, codes and random bits. What travels back is the output of every route, to which other ranks
+               same rows, codes and random bits. What is sent back is the output of every route, to which other ranks
                add zeros, and the tokens' own rank adds the k routes. Gradients of weights are kept for each rank's
                tokens (`EPExperts.terms`). Then everything is what that process computes, bit for bit, at k times the
                bytes.
@@ -118,7 +118,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         x_needs = NeedsOperand(True, ctx.needs.up)
         # Int32 on the wire: half the bytes.
         routes = group.all_gather_no_grad(experts.int(), ROUTES).long(), group.all_gather_no_grad(weights, ROUTES)
-        count = w_down.shape[0] // x.shape[1]
+        count = w_down.shape[0] // x.shape[1]  # experts on this rank: w_down is [count * C, I]
         if ctx.in_order:
             # A batch per source rank: rows, scales and random bits are those that a process with all experts has.
             ctx.batches = _in_order(*routes, count, up, down, group)

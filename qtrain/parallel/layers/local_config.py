@@ -10,7 +10,7 @@ from qtrain.parallel.mesh import Mesh, divisors
 
 
 def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: str) -> None:
-    """UserError where a model, --model `model`, cannot be divided over a mesh. sequence: along tokens too."""
+    """UserError where a model, --model `model`, cannot be split over a mesh. sequence: along tokens too."""
     if mesh.tp > 1:
         check_divisible(config, mesh.tp, sequence)
     if mesh.expert_mesh is not None:
@@ -18,7 +18,7 @@ def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: st
 
 
 def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> None:
-    """UserError where `--tp ranks` does not divide what it must, or where layers cannot be divided at all."""
+    """UserError where `--tp ranks` does not divide what it must, or where layers cannot be split at all."""
     if config.moe is not None and not sequence:
         raise UserError("--no_sequence_parallel: ranks of --tp route their own tokens to experts; leave it out.")
     if config.mla is not None:

@@ -1,9 +1,9 @@
 """Which part of each parameter a rank holds under tensor and expert parallelism, and the modules that compute with it.
 
-    column     rows of the weight are divided: a rank's heads of q, k, v; its slices of gate and up
-    row        columns are divided: partial sums, which the ranks add; rank 0 adds the bias
-    vocab      rows of the vocabulary are divided: the embedding, the head
-    heads      a norm over all heads, or over the whole intermediate size: divided like qkv, gate_up
+    column     rows of the weight are split: a rank's heads of q, k, v; its slices of gate and up
+    row        columns are split: partial sums, which the ranks add; rank 0 adds the bias
+    vocab      rows of the vocabulary are split: the embedding, the head
+    heads      a norm over all heads, or over the whole intermediate size: split like qkv, gate_up
     expert     some of the experts
     (others)   every rank has all of it: norms, routers and shared experts
 
@@ -32,7 +32,15 @@ from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import local_config
-from qtrain.parallel.layers.tensor_parallel import TPMLP, Stream, TPAttention, TPEmbedding, TPMoE, TPOutput, TPRMSNorm
+from qtrain.parallel.layers.tensor_parallel import (
+    TPMLP,
+    ResidualStream,
+    TPAttention,
+    TPEmbedding,
+    TPMoE,
+    TPOutput,
+    TPRMSNorm,
+)
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.quantized_model import SharedWeight
@@ -54,7 +62,7 @@ TABLE: dict[tuple[str, str], Kind] = {
     ("experts", "gate_up"): "expert",
     ("experts", "down_proj"): "expert",
 }
-"""(parent module, module) -> how its parameters are divided."""
+"""(parent module, module) -> how its parameters are split."""
 
 VOCABULARY_ALIGNMENT = 64
 """Ranks' rows of a large vocabulary begin at multiples of it, which GEMMs and shards read best."""
@@ -62,7 +70,7 @@ VOCABULARY_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the ranks of a group divide a decoder that `check_mesh` allows: with --tp everything in TABLE, with --ep the
+    """How the ranks of a group split a decoder that `check_mesh` allows: with --tp everything in TABLE, with --ep the
     experts alone."""
 
     config: ModelConfig
@@ -70,7 +78,7 @@ class ModelParallel:
     group: RankGroup
     experts_only: bool = False
     sequence: bool = True
-    """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
+    """Whether the residual stream is sharded along tokens between the layers' parts (sequence parallelism)."""
     every_routing: bool = True
     """With --ep, whether a rank has rows for any routing (`EPExperts`)."""
 
@@ -78,13 +86,14 @@ class ModelParallel:
     def vocabulary(self) -> list[tuple[int, int]]:
         """Rows of the vocabulary of every rank."""
         size, ranks = self.config.vocab_size, self.group.ranks
-        # A small one would be divided unevenly.
+        # A small one would be split unevenly.
         unit = VOCABULARY_ALIGNMENT if size >= 8 * ranks * VOCABULARY_ALIGNMENT else 1
+        # size * r / ranks, rounded up to the unit; the last ranks may have less.
         cuts = [min(size, -(-size * r // (ranks * unit)) * unit) for r in range(ranks + 1)]
         return list(pairwise(cuts))
 
     def kind(self, name: str) -> Kind | None:
-        """How the parameter `name` is divided; None: every rank has all of it."""
+        """How the parameter `name` is split; None: every rank has all of it."""
         parent, module, _ = ["", "", *name.split(".")][-3:]  # layers.0.attn.qkv.weight -> attn, qkv
         kind = TABLE.get((parent, module))
         if self.experts_only and kind != "expert":
@@ -118,7 +127,7 @@ class ModelParallel:
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
         experts, of its heads or its tokens."""
-        if self.experts_only or self.partition(name) is not None:  # a divided parameter's gradient is this rank's alone
+        if self.experts_only or self.partition(name) is not None:  # a split parameter's gradient is this rank's alone
             return False
         return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
 
@@ -158,7 +167,7 @@ class ModelParallel:
         model.parts = self
         model.fullgraph = model.fullgraph and self.every_routing
         # After the shapes: parallel modules read the sizes of the weights that they take over.
-        stream = Stream(self.group, self.sequence)
+        stream = ResidualStream(self.group, self.sequence)
         for name, module in list(model.named_modules()):
             if (parallel := self._parallel_kind(name, module, stream)) is not None:
                 model.set_submodule(name, parallel)
@@ -168,7 +177,7 @@ class ModelParallel:
             model.make_norm = partial(TPRMSNorm, group=self.group)
         model.tie()
 
-    def _parallel_kind(self, name: str, module: nn.Module, stream: Stream) -> nn.Module | None:
+    def _parallel_kind(self, name: str, module: nn.Module, stream: ResidualStream) -> nn.Module | None:
         """What replaces a module; None: it stays."""
         if isinstance(module, Experts):
             return EPExperts(module, self.group, self.every_routing)

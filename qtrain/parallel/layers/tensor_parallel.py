@@ -1,9 +1,10 @@
 """The modules of the native decoder under tensor parallelism (TP), with or without sequence parallelism (SP).
 
-With SP the residual stream and the norms are divided along the tokens of the micro-batch: ranks all-gather the tokens
-where attention, the MLP and the head begin (`Stream.enter`), and reduce-scatter where they end (`Stream.leave`). That
-is half the bytes of the all-reduce that two of them replace, and the stream takes a rank's share of the memory. Tokens
-that do not divide are padded with zeros. Low-bit linears gather codes instead (`exchange.py`).
+With SP the residual stream and the norms are sharded along the tokens of the micro-batch: ranks all-gather the tokens
+where attention, the MLP and the head begin (`ResidualStream.enter`), and reduce-scatter where they end
+(`ResidualStream.leave`). That is half the bytes of the all-reduce that two of them replace, and the stream takes a
+rank's share of the memory. Tokens are padded with zeros to a multiple of the ranks. Low-bit linears gather codes
+instead (`exchange.py`).
 """
 
 from dataclasses import dataclass
@@ -28,15 +29,15 @@ from qtrain.quant import LowBitLinear
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The residual stream of a group. sequence: whether it is divided along tokens."""
+class ResidualStream:
+    """The residual stream of a group. sequence: whether it is sharded along tokens."""
 
     group: RankGroup
     sequence: bool
 
     def enter(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
         """Where a part begins that all ranks compute together: x [T / ranks, C] -> [B, S, C]. Where the stream is not
-        divided, x is [B, S, C] on all ranks already."""
+        sharded, x is [B, S, C] on all ranks already."""
         if info is None or not info.sharded:
             return self.group.copy(x)
         # Without the padding.
@@ -61,7 +62,7 @@ class Stream:
 class TPAttention(Attention):
     """Attention over this rank's heads. split_sizes: rows of q, k, v."""
 
-    def __init__(self, attention: Attention, stream: Stream, split_sizes: list[int]):
+    def __init__(self, attention: Attention, stream: ResidualStream, split_sizes: list[int]):
         become(self, attention)
         self.stream, self.split_sizes = stream, split_sizes
         self.projections = {"qkv": split_sizes}
@@ -78,7 +79,7 @@ class TPAttention(Attention):
 class TPMLP(MLP):
     """The MLP over this rank's slice of the intermediate size."""
 
-    def __init__(self, mlp: MLP, stream: Stream):
+    def __init__(self, mlp: MLP, stream: ResidualStream):
         become(self, mlp)
         self.stream = stream
         self.projections = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
@@ -90,9 +91,9 @@ class TPMLP(MLP):
 
 
 class TPMoE(MoE):
-    """A mixture whose experts the ranks divide; each routes its own tokens."""
+    """A mixture whose experts are spread over the ranks; each rank routes its own tokens."""
 
-    def __init__(self, mixture: MoE, stream: Stream):
+    def __init__(self, mixture: MoE, stream: ResidualStream):
         become(self, mixture)
         self.stream = stream
 
@@ -109,7 +110,7 @@ class TPMoE(MoE):
 class TPEmbedding(Embedding):
     """The embedding of this rank's rows of the vocabulary, which begin at `first`."""
 
-    def __init__(self, embedding: Embedding, stream: Stream, first: int):
+    def __init__(self, embedding: Embedding, stream: ResidualStream, first: int):
         become(self, embedding)
         self.stream, self.first = stream, first
 
@@ -124,7 +125,7 @@ class TPEmbedding(Embedding):
 class TPOutput(Output):
     """Logits and loss of a head of which each rank has the rows `vocabulary[rank]`."""
 
-    def __init__(self, stream: Stream, vocabulary: list[tuple[int, int]]):
+    def __init__(self, stream: ResidualStream, vocabulary: list[tuple[int, int]]):
         super().__init__()
         self.stream, self.vocabulary = stream, vocabulary
 
@@ -175,8 +176,9 @@ STATISTICS = "loss statistics"
 def sharded_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: RankGroup, first: int
 ) -> Tensor:
-    """Cross-entropy through a head whose vocabulary the group divides: no rank has all logits of a token. logits [t,
-    rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
+    """Cross-entropy through a head whose vocabulary is split over the group: no rank has all logits of a token.
+
+    logits [t, rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
 
     As in `models/native/loss.py`, in chunks of tokens. Of each token a rank sends three numbers: the maximum of its
     logits, the sum of exponentials below it, and the label's logit, if it is among them. From those of all ranks
@@ -184,7 +186,7 @@ def sharded_cross_entropy(
 
     with_grad: the logits are overwritten by their gradient."""
     x = logits.float()
-    trained, target = labels != IGNORED, labels - first
+    trained, target = labels != IGNORED, labels - first  # [t], [t]: the label's column on this rank
     own = trained & (target >= 0) & (target < x.shape[1])
     target = torch.where(own, target, 0).unsqueeze(-1)
     label_logit = torch.where(own, x.gather(-1, target).squeeze(-1), 0.0)  # [t]; 0 on all ranks but one

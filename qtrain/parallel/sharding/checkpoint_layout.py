@@ -193,7 +193,7 @@ def refuse_other_tp(saved_tp: int, inexact: list[str], tp: int, path: Any) -> No
 def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
     on the others. Every rank calls it."""
-    if (mesh.expert_mesh or mesh).dp_rank:
+    if (mesh.expert_mesh or mesh).dp_rank:  # another rank has the same part
         return None
     config, group, device = model.config, mesh.model_group, model.norm.weight.device
     parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
@@ -206,7 +206,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
         splits = [part.partition(name) for part in parts]
-        if splits[0] is None:  # which only rank 0 may have, after full sharding  # every rank has all of it
+        if splits[0] is None:  # every rank has all of it, but for full sharding, where only rank 0 may
             if whole is not None:
                 targets[name].copy_(exported())
             continue

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.wire import gather_rows, maximum_over_ranks
+from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
@@ -52,15 +52,19 @@ class Gradients:
 
 
 class DataParallel:
-    """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
+    """The trained parameters of `model` on the mesh.
 
-    needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
-    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
-    in the order in which they run, those whose weights and gradients exist in full only while they do; where the mesh
-    does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that train
-    too. host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
-    partitions: with the optimizer in the backward pass, the parameters that are
-    updated together; those of a unit are one."""
+    needs_whole: whether the optimizer needs all elements of a parameter on one rank.
+    deterministic: add in the order of the micro-batches.
+    keep_full_weights: keep the weights of linears that read codes only, too.
+    wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are.
+    units: in the order in which they run, those whose weights and gradients exist in full only while they do; where the
+        mesh does not shard, those whose frozen weights are in host memory between, and with `host_gradients` those that
+        train too.
+    host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
+    partitions: with the optimizer in the backward pass, the parameters that are updated together; those of a unit are
+        one.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class DataParallel:
     ):
         self.mesh = mesh
         self.adds_locally = not (deterministic or (units and mesh.shard > 1))
-        """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`, or in host
+        """Whether a micro-batch's gradients are added to those of the one before in the parameters' `.grad`, or in host
         memory."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
@@ -247,8 +251,7 @@ class DataParallel:
         for per_micro_batch in every.T[: len(nll)]:
             for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
-        # The first replica's, with all tensor ranks' parts.
-        # Replicas hold the same gradients: counted once.
+        # Replicas hold the same gradients: the first one's are counted, with all tensor ranks' parts.
         copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
@@ -264,7 +267,7 @@ class DataParallel:
         """The numbers of all ranks, [ranks, n], on the host."""
         if self.mesh.world == 1:
             return own[None].cpu().numpy()
-        return gather_rows(own).cpu().numpy()
+        return all_gather_rows(own).cpu().numpy()
 
     def squares(self, parameters: Iterable[Sharded]) -> Tensor:
         """Sum of what this rank has of squared gradients, in fp64, in which the order of additions does not show."""

@@ -135,6 +135,7 @@ class FullShard:
         if self._stream is None:
             self._reduce(index)
             return
+        # One reduction at a time: gradients of two blocks exist at most.
         self._wait_for_reduction()
         # References until the reduction has run: the allocator must not hand this memory to the current stream.
         self._in_flight = [receiver.grad for receiver in block.receivers]

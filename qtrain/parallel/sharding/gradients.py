@@ -133,7 +133,7 @@ class _Stage:
 
 
 class _Bucket:
-    """Parameters whose gradients travel together. Shard rank s gets the elements of all of them that it holds."""
+    """Parameters whose gradients are sent in one message. Shard rank s gets the elements of them that it holds."""
 
     def __init__(
         self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
@@ -148,6 +148,7 @@ class _Bucket:
             for r in range(mesh.replicate)
             for length in lengths
         ]
+        # In the order of data ranks: replicate rank * shard + shard rank.
         self._sizes = [high - low for low, high in parts]
         self._stages, order = self._plan_stages(by_machine)
         self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
@@ -211,11 +212,13 @@ class _Bucket:
         if terms == 1 and self._in_order:
             return flat[0].view(-1), 1
         if terms == 1 and self._permutation is not None:
+            # [pieces, length]: a row per piece.
             return flat[0].view(len(self._permutation), -1).index_select(0, self._permutation).view(-1), 1
         pieces = [[flat[m][term, low:high] for m, low, high in self._pieces] for term in range(terms)]
         if terms == 1:
             return torch.cat(pieces[0]), 1
-        to_ranks = zip(*(torch.cat(of_term).split(self._stages[0].sizes) for of_term in pieces), strict=True)
+        # From each term's parts for all ranks to each rank's parts of all terms: its message is contiguous.
+        to_ranks = zip(*(torch.cat(term_pieces).split(self._stages[0].sizes) for term_pieces in pieces), strict=True)
         return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
 
     def give(self, part: Tensor) -> None:
@@ -223,7 +226,7 @@ class _Bucket:
         yet."""
         part = part.to(self.dtype)
         if self._mesh.replicate > 1:
-            sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
+            sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]  # of this shard's parts, by replica
             # Replicas have summed a part each: a reduce-scatter over all, then an all-gather among those of a shard.
             part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
         ends = [0]
@@ -242,6 +245,7 @@ def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == sums.dtype:
         return sums
     out, start = sums.view(dtype)[: len(sums)], min(ROUNDED_AT_ONCE, len(sums))
+    # Through a temporary: in place they would overwrite sums that are not rounded yet.
     out[:start] = sums[:start].to(dtype)
     while start < len(sums):
         # Twice as many elements as before are written to [2 * start, 4 * start) bytes: values that were read before.
@@ -257,7 +261,7 @@ def _pieces(members: Sequence[Sharded], shard: int, low: int, high: int) -> Iter
     for index, (start, stop) in enumerate(pairwise(ends)):
         first, last = max(low, start), min(high, stop)
         if first < last:
-            begin = members[index].bounds[shard] - start
+            begin = members[index].bounds[shard] - start  # from places in the shard to elements of this member
             yield index, begin + first, begin + last
 
 

@@ -1,12 +1,12 @@
 """Sums of gradients in host memory: on the GPU those of two units exist at most.
 
-As soon as a unit's backward pass is over, its gradients are added to the sum of the step's former micro-batches, which
+As soon as a unit's backward pass is over, its gradients are added to the sum of the step's earlier micro-batches, which
 comes from the host in pieces through one small buffer, and return there, all while the next unit's backward pass runs:
 the first micro-batch writes the sum without reading it. Additions are on the device, in the gradients' dtype, as
 autograd adds them. So is the sum of squares, of every micro-batch's sum: that of the last one is the gradient's.
 
-On a GPU copies to the host have a stream of their own beside that of copies to the device and of additions, which the
-caller sets. Both fork from and join it by events: a CUDA graph can record them.
+On a GPU copies to the host have a stream of their own. Copies to the device and additions run on a second one, which
+the caller sets. Both fork from the main stream and join it by events: a CUDA graph can record them.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class HostGradients:
 
     @torch.no_grad()
     def add_group(self, index: int, *, first: bool) -> None:
-        """Add the gradients of a group to its sums, and free them; `first` of a step in place of the former ones."""
+        """Add the gradients of a group to its sums, and free them. first: of a step; they replace the sums."""
         if not self._groups[index]:
             return
         gradients = []
@@ -54,13 +54,13 @@ class HostGradients:
         length = len(self._buffer) // total.element_size()
         for on_host, piece in zip(total.split(length), gradient.split(length), strict=True):
             if not first:
-                former = self._buffer.view(total.dtype)[: len(piece)]
-                former.copy_(on_host, non_blocking=True)  # behind the addition that has read the last piece
-                piece += former
+                earlier = self._buffer.view(total.dtype)[: len(piece)]
+                earlier.copy_(on_host, non_blocking=True)  # behind the addition that has read the last piece
+                piece += earlier
             if self._out is None:
                 on_host.copy_(piece)
                 continue
-            self._out.wait_stream(torch.cuda.current_stream())
+            self._out.wait_stream(torch.cuda.current_stream())  # until the piece is complete
             with torch.cuda.stream(self._out):
                 on_host.copy_(piece, non_blocking=True)
 

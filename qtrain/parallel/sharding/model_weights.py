@@ -68,10 +68,10 @@ class ModelWeights:
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
         for sharded in self._parameters + self._frozen:
-            linear, divided = self._linear_of.get(id(sharded.parameter)), sharded.mesh.shard > 1
-            if linear is not None and reads_codes_only(linear.scheme) and (divided or sharded.on_host):
+            linear, is_sharded = self._linear_of.get(id(sharded.parameter)), sharded.mesh.shard > 1
+            if linear is not None and reads_codes_only(linear.scheme) and (is_sharded or sharded.on_host):
                 linear.keep_codes_only()
-                if divided and wire_format(linear.scheme):
+                if is_sharded and wire_format(linear.scheme):
                     self._codes.append(ShardedCodes(sharded, linear))
 
     def _quantize_outside(self) -> None:
@@ -135,7 +135,7 @@ class ModelWeights:
         if not self._parameters:
             return
         if self.full_shard is not None:
-            self.full_shard.free()
+            self.full_shard.free()  # what blocks still hold is of before the update
             self._weight_keys.copy_(self._quantized.keys)
         update_codes([weight for weight in self._codes if weight.sharded.parameter.requires_grad])
         as_codes = {id(weight.sharded.parameter) for weight in self._codes}
@@ -157,7 +157,7 @@ class ModelWeights:
             linear.refresh(tensors[0])  # the full weight exists for this call only
             return
         for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
-            if own.data_ptr() != gathered.data_ptr():
+            if own.data_ptr() != gathered.data_ptr():  # else it was gathered in place
                 own.copy_(gathered)
         if linear is not None and linear.gathered:
             linear.refresh(sharded.parameter)

@@ -58,7 +58,7 @@ def shard_experts(
     *,
     in_order: bool,
 ) -> list[Sharded]:
-    """The parameters of this rank's experts, divided over the ranks that hold the same ones. needs_whole, freed: as for
+    """The parameters of this rank's experts, sharded over the ranks that hold the same ones. needs_whole, freed: as for
     `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
     terms = {}
     for module in model.modules() if in_order else ():

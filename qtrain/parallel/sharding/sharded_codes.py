@@ -3,7 +3,7 @@
 A scale that spans ranks needs the absmax of all of its elements: ranks reduce those of all weights at once, 4 bytes a
 scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. BitNet's scale, a mean, needs
 a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit, however its rows
-are divided.
+are sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,6 +71,7 @@ class ShardedCodes:
             if head:
                 yield rows[:head], slice(low // height, low // height + 1)  # a block that another rank's rows begin
             if head < len(rows):
+                # Rounded up: the last block may go on in another rank's rows.
                 yield rows[head:], slice(first, first - (head - len(rows)) // height)
 
     def statistics(self) -> Tensor:

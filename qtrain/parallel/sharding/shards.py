@@ -1,16 +1,16 @@
-"""Trained parameters divided over the ranks of a mesh: each rank updates its shard of the master weights (ZeRO).
+"""Trained parameters sharded over the ranks of a mesh: each rank updates its shard of the master weights (ZeRO).
 
 The model computes with `parameter`, of full shape. The optimizer updates `master`:
 
     rows    a DTensor sharded along its rows, for optimizers that update element by element
     whole   the entire tensor on one rank, its owner, for optimizers that work on whole matrices, for weights that are
-            stored in low bits, and for those whose rows cannot be divided at multiples of ALIGNMENT; on the other
+            stored in low bits, and for those whose rows cannot be sharded at multiples of ALIGNMENT; on the other
             ranks a placeholder of no elements, which gets no gradient
 
-Where the mesh does not shard, the master is the parameter itself. Frozen weights, which nothing updates, are divided by
+Where the mesh does not shard, the master is the parameter itself. Frozen weights, which nothing updates, are sharded by
 rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales.
 
-One process divides nothing. Of a matrix that comes and goes with its block the master is all of it, in host memory.
+One process shards nothing. Of a matrix that comes and goes with its block the master is all of it, in host memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ from qtrain.tensors.stored_weight import StoredWeight
 T = TypeVar("T")
 
 ALIGNMENT = 64
-"""Elements: a parameter is divided by rows only where each rank's begin at a multiple of this. Vectorized updates treat
+"""Elements: a parameter is sharded by rows only where each rank's begin at a multiple of this. Vectorized updates treat
 the last elements of a tensor in another way, with other rounding: they must be the same ones on any mesh."""
 
 
@@ -76,7 +76,7 @@ class Sharded:
 
 
 def by_mesh(items: Iterable[T], sharded: Callable[[T], Sharded]) -> list[tuple[Mesh, list[T]]]:
-    """The items whose parameters are divided over the same mesh, for each mesh; sharded: the parameter of an item."""
+    """The items whose parameters are sharded over the same mesh, for each mesh; sharded: the parameter of an item."""
     found: dict[int, tuple[Mesh, list[T]]] = {}
     for item in items:
         mesh = sharded(item).mesh
@@ -102,7 +102,7 @@ def shard_parameters(
     needs_whole: Callable[[nn.Parameter], bool],
     freed: Callable[[nn.Parameter], bool] = lambda p: False,
 ) -> list[Sharded]:
-    """Divide parameters over the shard dimension of the mesh. needs_whole: whether the optimizer needs all of one;
+    """Shard parameters over the shard dimension of the mesh. needs_whole: whether the optimizer needs all of one;
     freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
@@ -127,21 +127,21 @@ def shard_parameters(
 
 
 def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
-    """Divide frozen matrices by rows over the shard dimension of the mesh; where it does not shard, the whole matrices
+    """Shard frozen matrices by rows over the shard dimension of the mesh; where it does not shard, the whole matrices
     are in host memory."""
-    return _divide(named, mesh, _frozen_rows if mesh.shard > 1 else _on_host)
+    return _shard_each(named, mesh, _frozen_rows if mesh.shard > 1 else _on_host)
 
 
 def offload_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
     """The masters of matrices that train in the host memory of one process, one made after the other."""
-    return _divide(named, mesh, _trained_on_host)
+    return _shard_each(named, mesh, _trained_on_host)
 
 
-def _divide(
-    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, divide: Callable[[str, nn.Parameter, Mesh], Sharded]
+def _shard_each(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, shard_one: Callable[[str, nn.Parameter, Mesh], Sharded]
 ) -> list[Sharded]:
     parameters = list(named)
-    sharded = [divide(name, p, mesh) for name, p in parameters]
+    sharded = [shard_one(name, p, mesh) for name, p in parameters]
     for _, p in parameters:
         drop_initializer(p)
     return sharded
@@ -174,7 +174,7 @@ def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:
 
 
 def _row_cuts(p: nn.Parameter, ranks: int) -> list[int]:
-    """The first row of every rank, and the number of rows; as torch.chunk and DTensor divide."""
+    """The first row of every rank, and the number of rows; as torch.chunk and DTensor shard."""
     rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)  # the last ranks may have fewer, or none
     return [min(rank * per_rank, rows) for rank in range(ranks + 1)]
 
@@ -193,6 +193,7 @@ def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sh
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))  # all elements are the owner's
     if mesh.shard_rank == owner:
         value = initial_value(p)
+        # The value of a lazy parameter is new memory already.
         return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_lazy(p) else value), bounds, mesh)
     return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds, mesh)
 
@@ -218,6 +219,7 @@ def byte_slices(tensor: Tensor, sharded: Sharded) -> list[tuple[int, int]]:
     """For each shard rank, which bytes of a full tensor of the parameter it holds."""
     elements = sharded.parameter.numel()
     size = tensor.numel() * tensor.element_size()
+    # In proportion: packed codes and scales have other sizes than the parameter, but the same rows.
     return [(low * size // elements, high * size // elements) for low, high in pairwise(sharded.bounds)]
 
 

@@ -82,7 +82,7 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
 def _copy_from_host(item: Gathered) -> None:
     full = item.empty()
     for tensor, on_host in zip(full, item.own(), strict=True):
-        tensor.copy_(on_host, non_blocking=True)
+        tensor.copy_(on_host, non_blocking=True)  # from pinned memory, in the order of the current stream
     item.receive(full)
 
 

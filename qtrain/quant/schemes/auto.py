@@ -55,7 +55,7 @@ class Auto(Scheme):
                 raise UserError(f"{flag}: {name!r} cannot be chosen by speed: it changes what the model's weights are.")
         return made
 
-    def former(self) -> dict[str, str]:
+    def chosen_before(self) -> dict[str, str]:
         """The schemes chosen by an earlier run, by shape ('896 -> 1152')."""
         return self.chosen or {}
 
@@ -99,19 +99,19 @@ def choose_per_shape(
 
     tokens: per micro-batch. accumulation: micro-batches per step, which share one quantization of the weight.
     """
-    former = scheme.former()
-    schemes = scheme.schemes(former.values())
+    before = scheme.chosen_before()
+    schemes = scheme.schemes(before.values())
     taken: dict[str, str] = {}
     names = list(dict.fromkeys(scheme.candidates))
     width = max(len(_text(shape)) for shape in shapes) if shapes else 0
     lines = [f"auto    ms of forward and backward, {tokens:,} tokens: {', '.join(names)}"]
     why: dict[str, str] = {}
-    if any(_text(shape) not in former for shape in shapes):
+    if any(_text(shape) not in before for shape in shapes):
         warm_up(dtype, device)
     for shape, linears in shapes.items():
         text = _text(shape)
-        if text in former:
-            taken[text] = former[text]  # a resumed run: timings differ from run to run, its schemes may not
+        if text in before:
+            taken[text] = before[text]  # a resumed run: timings differ from run to run, its schemes may not
             shown = "chosen earlier"
         else:
             times: dict[str, float] = {}
@@ -159,6 +159,7 @@ def time_linear(
     dy = torch.randn(tokens, out_features, **like)
 
     def train() -> None:
+        # Not backward(): adding to `.grad` would be one more pass over the weight.
         torch.autograd.grad(model(x), (x, model[0].weight), dy)
 
     seconds = _seconds(train, device)

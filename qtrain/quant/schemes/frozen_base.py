@@ -108,7 +108,7 @@ class TernaryBase(StoredWeightScheme):
 BASES: dict[str, type[LowBitScheme]] = {"fp8": Fp8Base, "int8": Int8Base, "nf4": Nf4Base}
 """What `base` of --lora may be."""
 
-_IN_8_BITS = get_args(Nf4Base.__dataclass_fields__["activations"].type)[1:]
+_IN_8_BITS = get_args(Nf4Base.__dataclass_fields__["activations"].type)[1:]  # all but "none"
 """The choices of --quantize in which an NF4 base multiplies."""
 
 KEEPING = {

@@ -193,9 +193,9 @@ class LanguageArchitecture(Architecture):
     def linear_rows(self) -> Mapping[str, float] | None:
         if self.config is None or self.config.moe is None:
             return None
-        head, of_layers = self.head(self.empty), layer_linears(self.config)
+        head, linears_by_key = self.head(self.empty), layer_linears(self.config)
         ranks = 1 if self.parts is None else self.parts.ranks_per_expert
-        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in of_layers.items()}
+        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in linears_by_key.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
             for linear, names in find_linears(self.empty).items()

@@ -60,7 +60,7 @@ ONE_PROCESS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """What `--model` names. exported: folder or hub id; else `checkpoint` is one of a run. trained: the settings of the
     run that it belongs to, those of its script included; empty where it belongs to none."""
 
@@ -71,7 +71,7 @@ class Measured:
     flag: str
 
     @classmethod
-    def find(cls, name: str, flag: str, *, prefer_checkpoint: bool = False) -> "Measured":
+    def find(cls, name: str, flag: str, *, prefer_checkpoint: bool = False) -> "MeasuredModel":
         """prefer_checkpoint: of a run that has both, not its export. Raises UserError."""
         path = user_path(name, flag)
         kept = prefer_checkpoint and newest_complete(path / "checkpoints") is not None

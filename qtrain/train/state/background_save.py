@@ -46,7 +46,7 @@ class HostCopy:
         """The same tensors on the host; of a DTensor or a SplitTensor this rank's part, as such a tensor. Returns when
         they are copied."""
         parts = {name: _parts(t) for name, t in tensors.items()}
-        every = [part for of_tensor in parts.values() for part in of_tensor]
+        every = [part for tensor_parts in parts.values() for part in tensor_parts]
         sizes = [-(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT for t in every]
         self._reserve(sum(sizes), lock=any(t.is_cuda for t in every))
         copies, offset = [], 0

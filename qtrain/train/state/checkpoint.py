@@ -185,7 +185,7 @@ class Checkpoints:
             written = temporary.glob(f"__{rank()}_*.distcp")
             # Each rank seals the files that it has written; rank 0 then writes all sums into the marker.
             own = on_all_ranks(lambda: {path.name: seal(path) for path in written}, group=group)
-            files = {name: sealed for of_rank in all_gather(own, group) for name, sealed in of_rank.items()}
+            files = {name: sealed for rank_entries in all_gather(own, group) for name, sealed in rank_entries.items()}
             on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text), group=group)
         except (OSError, CheckpointException) as error:
             if rank() == 0:
@@ -270,7 +270,7 @@ class Checkpoints:
         path, flat = Path(path), flatten(tensors)
         # What is wanted is known by all ranks together: each has the names of its own shards only.
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat.items()}
-        everywhere = {name: tensor for of_rank in all_gather(shapes) for name, tensor in of_rank.items()}
+        everywhere = {name: tensor for rank_entries in all_gather(shapes) for name, tensor in rank_entries.items()}
         index, meta = on_all_ranks(lambda: _checked(path, everywhere))
         # All but generator states of ranks that the saved run did not have.
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}

@@ -235,12 +235,12 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
         newest = {run: newest_complete(run / "checkpoints") for run in sorted(runs)}
         damaged = {run: incomplete_checkpoints(run / "checkpoints") for run, best in newest.items() if not best}
         if found := [best for best in newest.values() if best]:
-            for path, why in ((path, why) for of_run in damaged.values() for path, why in of_run.items()):
+            for path, why in ((path, why) for reasons in damaged.values() for path, why in reasons.items()):
                 print(f"--resume auto: {path} is skipped: {why}")
             return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
         name = f" of a run named {run_name!r}" if run_name is not None else ""
-        for run, of_run in reversed(damaged.items()):
-            for path, why in of_run.items():
+        for run, reasons in reversed(damaged.items()):
+            for path, why in reasons.items():
                 fix = (
                     f"{run.name} has no complete checkpoint. To start from step 0, leave --resume out, or rename {path}"
                 )

@@ -191,7 +191,7 @@ def optimizer_tensors(
                     # Step counts of torch's optimizers: on the GPU, reading one would synchronize.
                     "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
                 }
-    states = {name: state for of_rank in all_gather(states) for name, state in of_rank.items()}
+    states = {name: state for rank_entries in all_gather(states) for name, state in rank_entries.items()}
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "states": states}
 
 

@@ -102,7 +102,7 @@ class StepGraphs:
         self._trained.copy_(trained)
         # Capturing runs nothing: the replay below computes this micro-batch too.
         if accumulate not in self._micro_steps:
-            before = [p.grad for p in self._parameters]
+            before = [p.grad for p in self._parameters]  # a capture that fails leaves tensors of its pool there
             recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained, self._parallel))
             if recorded is None:
                 for p, gradient in zip(self._parameters, before, strict=True):
@@ -127,6 +127,7 @@ class StepGraphs:
             return False
         if not accumulate:
             return True
+        # A further micro-batch adds to the gradients that the first one's graph writes.
         if False not in self._gradients:
             return False
         # A graph adds to the static gradients: they must be the parameters' own, where the sums are not of all ranks.
@@ -172,7 +173,7 @@ class StepGraphs:
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1
-        return self._runs[kind] > WARM_UP and self._updated
+        return self._runs[kind] > WARM_UP and self._updated  # not within the first step
 
     def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
         """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""

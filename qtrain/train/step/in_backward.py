@@ -92,7 +92,7 @@ class OptimizerInBackward:
         """The first partition that was updated with a non-finite gradient, of any rank: all call it. Synchronizes with
         the device."""
         odd = [(i, square.sqrt().item()) for i, square in self._squares.items() if not bool(square.isfinite())]
-        found = [pair for of_rank in all_gather(odd) for pair in of_rank]
+        found = [pair for rank_entries in all_gather(odd) for pair in rank_entries]
         if not found:
             return None
         index, norm = min(found, key=lambda pair: [*self._squares].index(pair[0]))

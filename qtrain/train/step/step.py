@@ -116,6 +116,7 @@ def eval_weights(
         return
     try:
         with ema.in_place() if ema is not None else _averaged(optimizer, parallel):
+            # Not `refresh`: delayed scaling must not count a step.
             quantized.refresh_weights()
             yield
     finally:
@@ -172,6 +173,7 @@ class ExpertBalance:
         if self._model is None:
             return
         if self._mesh.dp_size > 1:
+            # A rank counts the routes of its own tokens; biases must change alike on all.
             dist.all_reduce(self._model.expert_load.step, group=self._mesh.dp_group)
         self._model.end_step(self._bias_rate)
 

@@ -10,7 +10,7 @@ from qtrain.core.hardware import sm_count
 from qtrain.kernels.gemm import scaled_mm as module
 from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm, scaled_mm_names, scaled_mm_ref
-from qtrain.kernels.gemm.split_k import MIN_STEPS, split_of
+from qtrain.kernels.gemm.split_k import MIN_STEPS, choose_split
 from tests.cases import FULL_SWEEP
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, codes, operands, truth
 
@@ -34,7 +34,7 @@ def test_slices_cover_every_step_once(resident):
     """The last slice is never empty; the tiles that are not split fill whole waves."""
     for tiles in range(1, 3 * resident, 7):
         for steps in (1, 15, 16, 17, 33, 100, 256, 1040):
-            split = split_of(TWO, 128 * tiles, 100, 128 * steps - 16, resident)
+            split = choose_split(TWO, 128 * tiles, 100, 128 * steps - 16, resident)
             if split is None:
                 continue
             assert split.whole % resident == 0 and split.whole + split.rest == tiles and 0 < split.rest < resident
@@ -43,14 +43,14 @@ def test_slices_cover_every_step_once(resident):
 
 
 def test_nothing_is_cut_without_need():
-    assert split_of(TWO, 128 * 264, 128, 32768, 264) is None, "no tile is left over"
-    assert split_of(TWO, 128 * 260, 128, 32768, 264) is None, "the last wave is nearly full"
-    assert split_of(TWO, 128, 128, 128 * (2 * MIN_STEPS - 1), 264) is None, "K is short"
+    assert choose_split(TWO, 128 * 264, 128, 32768, 264) is None, "no tile is left over"
+    assert choose_split(TWO, 128 * 260, 128, 32768, 264) is None, "the last wave is nearly full"
+    assert choose_split(TWO, 128, 128, 128 * (2 * MIN_STEPS - 1), 264) is None, "K is short"
 
 
 @pytest.mark.parametrize("m,n", GRADIENTS)
 def test_a_nearly_empty_wave_is_cut_to_a_third_or_less(m, n):
-    split = split_of(TWO, m, n, 32768, 2 * H200)
+    split = choose_split(TWO, m, n, 32768, 2 * H200)
     waves = -(-split.rest * split.slices // (2 * H200))
     assert waves * split.steps <= 256 / 3
 
@@ -82,7 +82,7 @@ def test_split_comes_second_where_the_waves_are_mostly_full(monkeypatch):
 def test_split_is_not_offered_where_nothing_is_cut(monkeypatch, m, n, k, dtype):
     found = [TILINGS[name] for name in names(monkeypatch, m, n, k, dtype) if name != "cublas"]
     for tiling in found:
-        cut = split_of(tiling, m, n, k, tiling.per_sm * H200) is not None
+        cut = choose_split(tiling, m, n, k, tiling.per_sm * H200) is not None
         assert cut or not tiling.split
     assert not found[0].split
 
@@ -104,7 +104,7 @@ def check_equal(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shap
             scales = [scale[:1] for scale in rowwise] if tensorwise else rowwise
             bias = torch.randn(n, device=device).to(out_dtype) if biased else None
             for tiling in tilings:
-                cut += split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
+                cut += choose_split(tiling, m, n, k, resident_ctas(tiling, device)) is not None
                 out, expected = (
                     launch_scaled_mm(a, b, *scales, torch.empty(m, n, dtype=out_dtype, device=device), t, bias=bias)
                     for t in (tiling, replace(tiling, split=False))
@@ -124,7 +124,7 @@ def check_near(
         a, b, *scales = operands(m, n, k, dtypes, number, number % 2 == 1, device)
         expected, size = truth(a, b, *scales)
         for tiling in tilings:
-            cut += split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
+            cut += choose_split(tiling, m, n, k, resident_ctas(tiling, device)) is not None
             out = torch.empty(m, n, dtype=out_dtype, device=device)
             launch_scaled_mm(a, b, *scales, out, tiling, fast_accum=fast)
             error = (out.double() - expected).abs()
@@ -135,7 +135,7 @@ def check_near(
 def check_nonfinite_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
     a, b, scale_a, scale_b = operands(m, n, k, DTYPES[0], device=device)
     scale_a[m - 1], scale_b[n - 1] = float("nan"), float("inf")
-    assert split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
+    assert choose_split(tiling, m, n, k, resident_ctas(tiling, device)) is not None
     out = torch.zeros(m, n, device=device)
     launch_scaled_mm(a, b, scale_a, scale_b, out, tiling)
     assert out[m - 1].isnan().all() and out[: m - 1, : n - 1].isfinite().all()

@@ -13,7 +13,7 @@ from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.recompute import (
     GEMM_OPERATORS,
     GROUPED_OPERATORS,
-    Kept,
+    KeptResults,
     LayerRegions,
     Policy,
     contexts,
@@ -21,7 +21,7 @@ from qtrain.models.native.recompute import (
 )
 from tests.models.families import drawn, source_of
 
-KEEP, FORWARD = Policy(Kept()), SimpleNamespace(is_recompute=False)
+KEEP, FORWARD = Policy(KeptResults()), SimpleNamespace(is_recompute=False)
 
 
 def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
@@ -84,7 +84,7 @@ def test_a_product_is_told_by_what_has_run_before_it():
         ("ffn", "qkv", [True, True, True, True, False, False]),
         ("ffn", "ffn", [False, True, False, False, False, False]),
     ):
-        policy = Policy(Kept()._replace(**{again: False}), first)
+        policy = Policy(KeptResults()._replace(**{again: False}), first)
         for recomputes in (False, True):
             ctx = SimpleNamespace(is_recompute=recomputes)
             found = [policy(ctx, op, *((x, x) if op is aten.add.Tensor else (b, b))) for op in layer]
@@ -93,7 +93,7 @@ def test_a_product_is_told_by_what_has_run_before_it():
 
 def test_a_compiler_is_given_constants():
     """Of a named tuple among the arguments torch 2.11's compiler makes one whose fields are all true."""
-    kept = Kept(qkv=False, ffn=False)
+    kept = KeptResults(qkv=False, ffn=False)
     with_arguments = contexts(kept, "ffn")
     assert all(type(argument) in (bool, str) for argument in with_arguments.args)
     forward, _ = with_arguments()

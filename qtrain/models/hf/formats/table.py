@@ -8,7 +8,7 @@ from qtrain.quant.export_codes import trained_formats, why_not_held
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 
 
-class Kept(NamedTuple):
+class KeptCodes(NamedTuple):
     """Whether an export has the codes that training multiplied with."""
 
     equal: bool
@@ -16,19 +16,19 @@ class Kept(NamedTuple):
     """As the table has it: "equal", or what differs."""
 
 
-def kept(scheme: Scheme, fmt: ExportFormat) -> Kept:
+def kept(scheme: Scheme, fmt: ExportFormat) -> KeptCodes:
     """Of the matrices that a scheme has in low bits; shapes may still be such that a format's blocks do not fit."""
     if fmt.weight is None:
-        return Kept(False, "dense")
+        return KeptCodes(False, "dense")
     trained = trained_formats(scheme) if isinstance(scheme, LowBitScheme) else []
     if not trained:
-        return Kept(False, "trained in high precision")
+        return KeptCodes(False, "trained in high precision")
     reasons = [why_not_held(own, fmt.weight) for own in trained]
     if None not in reasons:
-        return Kept(False, "refused" if fmt.weight.fmt == "ternary" else reasons[0])
+        return KeptCodes(False, "refused" if fmt.weight.fmt == "ternary" else reasons[0])
     repeated = trained[reasons.index(None)].granularity != fmt.weight.granularity
     notes = ["scales repeated"] * repeated + [fmt.scale_rounding] * bool(fmt.scale_rounding)
-    return Kept(True, f"equal ({', '.join(notes)})" if notes else "equal")
+    return KeptCodes(True, f"equal ({', '.join(notes)})" if notes else "equal")
 
 
 def keeping(schemes: Iterable[LowBitScheme]) -> list[str]:

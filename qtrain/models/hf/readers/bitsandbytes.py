@@ -60,6 +60,7 @@ class Nf4(MatrixReader):
             why = f"blocks of {block}" if block != BLOCK else f"{k} in-features" if k % BLOCK else "another table"
             raise Unreadable(f"has {why}: its codes are not those of NF4 with blocks of {BLOCK} along rows")
         packed = parts["weight"].reshape(n, k // 2)
+        # Our codes have the first element in the low half of a byte.
         return QuantizedTensor(packed >> 4 | packed << 4, absmax.view(n, k // BLOCK), self.format)
 
     def values(self, parts: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -70,7 +71,7 @@ class Nf4(MatrixReader):
         elements = max(1, AT_ONCE // (2 * block)) * 2 * block  # whole blocks and whole bytes
         for start in range(0, len(values), elements):
             piece = packed[start // 2 : (start + elements) // 2]
-            codes = torch.stack((piece >> 4, piece & 15), dim=1).flatten()
+            codes = torch.stack((piece >> 4, piece & 15), dim=1).flatten()  # the high half first
             scale = absmax[start // block : -(-(start + elements) // block)].repeat_interleave(block)[: len(codes)]
             values[start : start + elements] = table[codes.int()] * scale
         return values[: n * k].view(n, k)
