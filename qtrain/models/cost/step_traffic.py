@@ -2,18 +2,19 @@
 
 `moved_bytes` tells settings apart that only move memory: products run at the same rate whatever the micro-batch, but
 each micro-batch reads all weights and adds to all gradients, each chunk of the loss adds to the head's gradient, each
-chunk of an MLP reads its weights, and what is not kept is computed again.
+chunk of an MLP reads its weights, what is in host memory passes through the device's.
 
-`between_products` is what all of them have in common, for each token of a layer with C, I, QKV and b as in
-`saved_activations.py`:
+`between_products` is for each token, of a layer with C, I, QKV and b as in `saved_activations.py`:
 
     norms, with the sums before them    2·4·C·b forward: two tensors read, two written; 2·4·C·b backward: three read
     rotary positions                    2·QKV·b in each pass
     SwiGLU                              3·I·b forward, 5·I·b backward
     quantizers                          what each reads, and the codes that it writes (`scheme_bytes.quantizer_bytes`)
-    adapters, for each linear [N, K]    4·N·b of dy, for dz and db; 4·K·b of x, for z and da; and where their product
-                                        is added in a pass of its own, that (`scheme_bytes.adapter_passes`)
+    adapters, for each linear [N, K]    2·N·b of dy, for dz and db; 2·K·b of x, for z and da; and where their product
+                                        is added in passes of its own, these (`scheme_bytes.adapter_passes`)
+    what is not kept                    computed again: RECOMPUTED_PASSES times its bytes
 
+and of the loss, with V logits, 3·V·b: two reads, and their gradient.
 What a GEMM or attention itself reads and writes is part of its rate.
 """
 
@@ -33,15 +34,10 @@ RECOMPUTED_PASSES = 3
 
 
 def between_products(
-    config: ModelConfig,
-    element: int,
-    low_bit: LowBitBytes,
-    adapters: Iterable[AdaptedLinear] = (),
-    kinds: Kinds = frozenset(),
+    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, adapters: Iterable[AdaptedLinear] = ()
 ) -> float:
-    """Bytes per token of forward and backward, of all layers and the loss. kinds: what is recomputed, of which only
-    adapters are counted here."""
-    c, layers = config.hidden_size, layer_linears(config)
+    """Bytes per token of forward and backward, of all layers and the loss."""
+    c, element, layers = config.hidden_size, step.element, layer_linears(config)
     qkv = 2 * config.q_size + config.value_size if config.mla else config.qkv_size
     total = float(config.num_hidden_layers * element * (16 * c + 4 * qkv))
     for name, count, _, linear in low_bit.linears(config):
@@ -52,12 +48,11 @@ def between_products(
             # Fused with both quantizers, SwiGLU's results are never in memory: not written, and not read again.
             fused = 2 * 3 if low_bit.swiglu_codes else 0
             total += count * rows / 2 * element * (8 - fused)
-    total += sum(_adapter(layers[a.name], a, element, low_bit.layer[a.name], kinds) for a in adapters)
-    # The loss reads logits twice and writes their gradient.
+    total += sum(_adapter(layers[a.name], a, element, low_bit.layer[a.name], step.recompute) for a in adapters)
     total += 3 * config.vocab_size * element
     if low_bit.head is not None:
         total += c * low_bit.head.x_quantizer + config.vocab_size * low_bit.head.dy_quantizer
-    return total
+    return total + _recomputed(config, step, low_bit)
 
 
 def _adapter(n: LayerLinear, adapted: AdaptedLinear, element: int, linear: LinearBytes, kinds: Kinds) -> float:
@@ -74,7 +69,6 @@ def moved_bytes(
     return micro_batches * (
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
-        + _recomputed(config, step, low_bit)
         + _mlp_chunks(config, step, low_bit, trained)
         + _residuals(config, step)
         + _host_weights(config, step, low_bit)
@@ -160,4 +154,4 @@ def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> f
 
     if not step.recompute:
         return 0.0
-    return RECOMPUTED_PASSES * step.tokens * max(kept(frozenset()) - kept(step.recompute), 0.0)
+    return RECOMPUTED_PASSES * max(kept(frozenset()) - kept(step.recompute), 0.0)

@@ -22,7 +22,6 @@ from qtrain.models.cost.parameters import (
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.step_traffic import between_products, moved_bytes
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.models.native.recompute import Kinds
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
@@ -115,17 +114,16 @@ def _between_products(
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
 ) -> BetweenProducts:
-    element = checked.dtype.itemsize
+    step = _step_shape(checked)
 
-    def of(trained: TrainedPart | None, kinds: Kinds) -> float:
+    def per_token(step: StepShape, trained: TrainedPart | None) -> float:
         low_bit = _low_bit_bytes(checked, model_config, linears, trained)
-        adapters = trained.adapters if trained else ()
-        return between_products(model_config, element, low_bit, adapters, kinds)
+        return between_products(model_config, step, low_bit, trained.adapters if trained else ())
 
     flops = flops_per_token(model_config, MEASURED_SEQUENCE)
     return BetweenProducts(
-        run=of(trained, recompute_kinds(checked.settings)),
-        measured=of(None, frozenset()),
+        run=per_token(step, trained),
+        measured=per_token(replace(step, recompute=frozenset()), None),
         flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
     )
 
