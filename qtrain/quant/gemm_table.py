@@ -118,7 +118,7 @@ def multiply(
 ) -> Tensor:
     """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`, and the
     product of low_rank to either."""
-    if low_rank is not None and not _adds_low_rank(a, b):
+    if low_rank is not None and not adds_low_rank(*(getattr(t, "format", None) for t in (a, b))):
         y = multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
         return torch.addmm(y, low_rank[0], low_rank[1].t())
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
@@ -138,11 +138,12 @@ def multiply(
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
 
 
-def _adds_low_rank(a: Operand, b: Operand) -> bool:
-    """Whether the kernel of this product adds one of low rank: that which applies scales in its epilogue."""
-    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+def adds_low_rank(a: OperandFormat | None, b: OperandFormat | None) -> bool:
+    """Whether the kernel of the product of these formats adds one of low rank: that which applies scales in its
+    epilogue. None: an operand in high precision."""
+    if a is None or b is None:
         return False
-    return b.format.fmt == "nf4" or products_of(a.format, b.format).dense is _scaled
+    return b.fmt == "nf4" or products_of(a, b).dense is _scaled
 
 
 def multiply_grouped(

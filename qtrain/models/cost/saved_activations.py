@@ -87,7 +87,9 @@ class LinearBytes:
     temporary: of the whole weight while it is read, dequantized or in the codes of one product. remade: those that are
     read and written for such codes in each micro-batch, where they take the place of kept ones. codes_only: codes are
     all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
-    place; 0: the weight itself.
+    place; 0: the weight itself. x_quantizer, dy_quantizer: per element of its input, and of its output's gradient, what
+    is read and written where they are quantized. adapter_passes: times that an element of its output, or of its input's
+    gradient, is read or written where the product of adapters is added.
     """
 
     weight: float
@@ -97,6 +99,9 @@ class LinearBytes:
     remade: float = 0.0
     codes_only: bool = False
     wire: float = 0.0
+    x_quantizer: float = 0.0
+    dy_quantizer: float = 0.0
+    adapter_passes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

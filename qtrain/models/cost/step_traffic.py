@@ -1,21 +1,65 @@
-"""Bytes of device memory that a step reads and writes because of settings that only move memory.
+"""Bytes of device memory that a step reads and writes: for each token between products, and by settings of memory.
 
-They tell such settings apart: products run at the same rate whatever the micro-batch, but each micro-batch reads all
-weights and adds to all gradients, each chunk of the loss adds to the head's gradient, each chunk of an MLP reads its
-weights, and what is not kept is computed again. What all settings have in common is left out.
+`moved_bytes` tells settings apart that only move memory: products run at the same rate whatever the micro-batch, but
+each micro-batch reads all weights and adds to all gradients, each chunk of the loss adds to the head's gradient, each
+chunk of an MLP reads its weights, what is in host memory passes through the device's.
+
+`between_products` is for each token, of a layer with C, I, QKV and b as in `saved_activations.py`:
+
+    norms, with the sums before them    2·4·C·b forward: two tensors read, two written; 2·4·C·b backward: three read
+    rotary positions                    2·QKV·b in each pass
+    SwiGLU                              3·I·b forward, 5·I·b backward
+    quantizers                          what each reads, and the codes that it writes (`scheme_bytes.quantizer_bytes`)
+    adapters, for each linear [N, K]    2·N·b of dy, for dz and db; 2·K·b of x, for z and da; and where their product
+                                        is added in passes of its own, these (`scheme_bytes.adapter_passes`)
+    what is not kept                    computed again: RECOMPUTED_PASSES times its bytes
+
+and of the loss, with V logits, 3·V·b: two reads, and their gradient.
+What a GEMM or attention itself reads and writes is part of its rate.
 """
 
+from collections.abc import Iterable
+
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import comes_and_goes
+from qtrain.models.cost.full_shard_memory import comes_and_goes, host_gradients
 from qtrain.models.cost.memory import StepShape
-from qtrain.models.cost.parameters import count_parameters
-from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
-from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.cost.parameters import LayerLinear, count_parameters, forward_again, layer_linears
+from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, layer_kinds, saved_per_token
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart, products_again
 from qtrain.models.native.loss import chunk_rows
 from qtrain.models.native.recompute import Kinds
 
 RECOMPUTED_PASSES = 3
 """Times that a recomputed tensor moves: its inputs are read, it is written, and what reads it does so from memory."""
+
+
+def between_products(
+    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, adapters: Iterable[AdaptedLinear] = ()
+) -> float:
+    """Bytes per token of forward and backward, of all layers and the loss."""
+    c, element, layers = config.hidden_size, step.element, layer_linears(config)
+    qkv = 2 * config.q_size + config.value_size if config.mla else config.qkv_size
+    total = float(config.num_hidden_layers * element * (16 * c + 4 * qkv))
+    for name, count, _, linear in low_bit.linears(config):
+        n = layers[name]
+        rows, columns = n.active * n.out_features, n.active * n.in_features
+        total += count * (columns * linear.x_quantizer + rows * linear.dy_quantizer)
+        if name.endswith("gate_up"):
+            # Fused with both quantizers, SwiGLU's results are never in memory: not written, and not read again.
+            fused = 2 * 3 if low_bit.swiglu_codes else 0
+            total += count * rows / 2 * element * (8 - fused)
+    total += sum(_adapter(layers[a.name], a, element, low_bit.layer[a.name], step.recompute) for a in adapters)
+    total += 3 * config.vocab_size * element
+    if low_bit.head is not None:
+        total += c * low_bit.head.x_quantizer + config.vocab_size * low_bit.head.dy_quantizer
+    return total + _recomputed(config, step, low_bit)
+
+
+def _adapter(n: LayerLinear, adapted: AdaptedLinear, element: int, linear: LinearBytes, kinds: Kinds) -> float:
+    again = adapted.name in products_again(kinds)
+    # x is read for z and da, dy for dz and db; z · bᵀ is added to y, dz · a to dx.
+    x, dy = 2 + again + linear.adapter_passes, 2 + (1 + again) * linear.adapter_passes
+    return adapted.layers * n.active * element * (n.in_features * x + n.out_features * dy)
 
 
 def moved_bytes(
@@ -25,10 +69,10 @@ def moved_bytes(
     return micro_batches * (
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
-        + _recomputed(config, step, low_bit)
         + _mlp_chunks(config, step, low_bit, trained)
         + _residuals(config, step)
         + _host_weights(config, step, low_bit)
+        + _host_gradients(config, step, low_bit, trained)
     )
 
 
@@ -39,6 +83,14 @@ def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBit
     if any(linear.codes for *_, linear in linears):  # all that is outside of layers counts as they do
         plain = sum(count * weights for _, count, weights, linear in linears if not linear.codes) * bool(low_bit.layers)
     read = 2.0 * (total - plain) + 2.0 * step.element * plain
+    # What is dequantized for a product is read in its format, written, and read by the product; again where layers
+    # are recomputed.
+    products = 2 + forward_again(config, step.recompute)["blocks"]
+    read += sum(
+        count * weights * (products * (linear.weight + 2 * linear.temporary) - 2 * step.element)
+        for _, count, weights, linear in linears
+        if linear.temporary and not linear.codes
+    )
     remade = sum(count * weights * linear.remade for _, count, weights, linear in linears)
     # Gradients are written; where they accumulate, the sum is read too.
     return read + remade + trained.bytes * (2 if step.accumulates else 1)
@@ -75,8 +127,21 @@ def _residuals(config: ModelConfig, step: StepShape) -> float:
 
 
 def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
-    # Written in both passes.
-    return 2.0 * comes_and_goes(config, low_bit, step.element) if step.weights_on_host else 0.0
+    if not step.weights_on_host:
+        return 0.0
+    # Written in both passes; where products read codes, the weight is read then, and they are written.
+    codes = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config) if linear.codes]
+    coded = sum(elements * (linear.weight + linear.codes) for elements, linear in codes)
+    return 2.0 * (comes_and_goes(config, low_bit, step.element) + coded)
+
+
+def _host_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    if not (step.gradients_on_host and step.weights_on_host):
+        return 0.0
+    sums = host_gradients(config, step.element, low_bit, trained, largest_layer=0).sums
+    # Besides what gradients in memory move: the sum that comes is written, the gradient read, and the new sum written,
+    # read for its norm, and read as it leaves.
+    return 5.0 * sums
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
@@ -89,4 +154,4 @@ def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> f
 
     if not step.recompute:
         return 0.0
-    return RECOMPUTED_PASSES * step.tokens * max(kept(frozenset()) - kept(step.recompute), 0.0)
+    return RECOMPUTED_PASSES * max(kept(frozenset()) - kept(step.recompute), 0.0)

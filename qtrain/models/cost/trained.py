@@ -41,6 +41,12 @@ _PRODUCTS = {
 """Kind of recomputation -> the linears that it computes again."""
 
 
+def products_again(kinds: Kinds) -> set[str]:
+    """The linears whose products, and those of their adapters with their input, are computed again."""
+    every = _PRODUCTS.values() if "block" in kinds else [_PRODUCTS.get(kind, set()) for kind in kinds]
+    return {name for names in every for name in names} | ({"o_proj"} if "block" in kinds else set())
+
+
 @dataclasses.dataclass(frozen=True)
 class AdaptedLinear:
     """A linear with adapters. columns: P·r; rows: of each adapted projection; layers: how many have it.
@@ -102,7 +108,7 @@ class TrainedPart:
             if tensor in found and not linears & adapted:
                 found[tensor] = 0
         # What A computes is a product like the linear's own.
-        again = {name for kind in kinds for name in _PRODUCTS.get(kind, ())}
+        again = products_again(kinds)
         adapters = [a for a in self.adapters if a.name not in again]
         experts = [a for a in adapters if a.active is not None]
         found["inputs times A"] = element * sum(a.columns for a in adapters if a.active is None)

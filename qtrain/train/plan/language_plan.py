@@ -20,7 +20,7 @@ from qtrain.models.cost.parameters import (
     linear_key,
 )
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
-from qtrain.models.cost.step_traffic import moved_bytes
+from qtrain.models.cost.step_traffic import between_products, moved_bytes
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
@@ -30,8 +30,16 @@ from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Figures, Plan, make_plan
-from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, other_layout_bytes, weight_bytes
+from qtrain.train.plan.scheme_bytes import (
+    adapter_passes,
+    code_bytes,
+    kept_input_bytes,
+    other_layout_bytes,
+    quantizer_bytes,
+    weight_bytes,
+)
 from qtrain.train.plan.sharding import fullest_share
+from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,
@@ -84,6 +92,9 @@ def plan_language_run(
         moe=model_config.moe is not None,
         again=forward_again(model_config, recompute_kinds(settings)),
         memory_on=memory_on,
+        between=_between_products(checked, model_config, linears, trained),
+        # A tied one stays.
+        embedding_bytes=0.0 if model_config.tie_word_embeddings else counted.embedding / 2 * checked.dtype.itemsize,
         moved_bytes=moved_bytes(
             own_config,
             _step_shape(checked),
@@ -95,6 +106,26 @@ def plan_language_run(
         resharding=settings.reshard_after_forward,
     )
     return make_plan(checked, linears, hardware, data, figures, parameters=counted.total, per_sample=settings.seq_len)
+
+
+def _between_products(
+    checked: CheckedSettings,
+    model_config: ModelConfig,
+    linears: Sequence[LinearChoice],
+    trained: TrainedPart | None,
+) -> BetweenProducts:
+    step = _step_shape(checked)
+
+    def per_token(step: StepShape, trained: TrainedPart | None) -> float:
+        low_bit = _low_bit_bytes(checked, model_config, linears, trained)
+        return between_products(model_config, step, low_bit, trained.adapters if trained else ())
+
+    flops = flops_per_token(model_config, MEASURED_SEQUENCE)
+    return BetweenProducts(
+        run=per_token(step, trained),
+        measured=per_token(replace(step, recompute=frozenset()), None),
+        flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
+    )
 
 
 def _check_8bit(settings: TrainSettings, model_config: ModelConfig) -> None:
@@ -298,6 +329,7 @@ def _low_bit_bytes(
     layers = [in_layers[index] for index in sorted(in_layers)]
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
+    columns = {a.name: a.columns for a in trained.adapters} if adapted else {}
     frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
     head = next((linear.in_one_layout if one else linear.scheme for linear in linears if linear.is_head), None)
 
@@ -310,10 +342,12 @@ def _low_bit_bytes(
         rowwise = bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
         return LowBitBytes(
             layer={
-                name: _linear_bytes(scheme, element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
+                name: _linear_bytes(
+                    scheme, element, columns.get(name, 0), adapted, frozen_in_full or _is_whole(checked.mesh, name)
+                )
                 for name, scheme in schemes.items()
             },
-            head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
+            head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full),
             down_input_recomputed=rowwise,
             swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
             gate_up_8bit="gate_up" in kept_8bit(checked.settings),
@@ -372,11 +406,12 @@ def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
     return key.startswith("experts.") and mesh.expert_mesh is not None and mesh.expert_mesh.shard == 1
 
 
-def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_full: bool) -> LinearBytes:
-    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself. in_full: it keeps the weight
-    as well as codes of it."""
+def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool) -> LinearBytes:
+    """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
+    nothing; its adapters keep the input itself. in_full: it keeps the weight as well as codes of it."""
+    passes = adapter_passes(scheme, columns) if columns else 0.0
     if scheme is None:
-        return LinearBytes(element)
+        return LinearBytes(element, adapter_passes=passes)
     kept = kept_input_bytes(scheme, element)
     wire = wire_format(scheme)
     operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
@@ -391,4 +426,7 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_f
         wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
         temporary=max(*read, made.kept, 0.0),
         remade=made.moved,
+        x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
+        dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
+        adapter_passes=passes,
     )

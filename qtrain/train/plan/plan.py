@@ -14,12 +14,15 @@ from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.step_time import (
+    BANDWIDTH_REACHED,
+    BetweenProducts,
     compute_seconds,
     emulated_arithmetics,
     low_bit_share,
     measured_sol,
     offload_seconds,
     shortest_seconds,
+    token_seconds,
 )
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
@@ -177,6 +180,10 @@ class Figures:
     moe: bool = False
     memory_on: Callable[[Mesh, bool], Peak]
     """Bytes per GPU on a mesh, with layers fully sharded or not."""
+    between: BetweenProducts | None = None
+    """None: not counted apart from products."""
+    embedding_bytes: float = 0.0
+    """Of an embedding that --offload weights has in host memory."""
     moved_bytes: float = 0.0
     """Of a GPU's memory in a step, because of settings that only move memory (`models/cost/step_traffic.py`)."""
     traffic: Callable[[], Traffic]
@@ -223,17 +230,32 @@ def make_plan(
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
     peak, world = figures.memory_on(checked.mesh, checked.reshards), None
     samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
-    low_bit = float(any(linear.scheme for linear in linears))
+    # Products of weights that are stored in low bits may all be in high precision.
+    low_bit = float(any(linear.scheme and set(linear.scheme.gemm_dtypes().values()) - {"bf16"} for linear in linears))
     if settings.quantize_overrides and low_bit:
         plain = shortest_seconds(figures.flops, {}, hardware, checked.dtype, frozen=figures.frozen)
         low_bit = low_bit_share(by_kind["blocks"], seconds, plain)
-    sol = settings.sol or measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)[0]
+    # A user's own fraction, or the nearest measurement, with the name of what was measured.
+    sol, source = settings.sol, "--sol"
+    if sol is None:
+        sol, source = measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)
+    if figures.between is None:
+        passes = compute_seconds(seconds, samples, sol, figures.again, figures.frozen)
+    else:
+        reached = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen, reached=True)
+        passes = token_seconds(
+            reached,
+            samples,
+            figures.between.products_sol(sol, by_kind, checked.dtype),
+            figures.again,
+            figures.frozen,
+            figures.between.run,
+            hardware.memory_bandwidth,
+        )
     if settings.world_size is not None:
-        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe, figures.again)
+        work = Work(samples, unit, sum(passes), sol, source)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
-    compute = compute_seconds(seconds, samples, sol, figures.again)
-    forward = compute_seconds(seconds, samples, sol, {}) / 3
     return Plan(
         **shared,
         active=figures.active,
@@ -242,14 +264,15 @@ def make_plan(
         memory=peak.kinds,
         moment=peak.moment,
         host=peak.host,
-        step_seconds=compute
-        + figures.moved_bytes / hardware.memory_bandwidth
+        step_seconds=sum(passes)
+        + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth)
         + offload_seconds(
             peak.host,
             hardware.host_bandwidth or math.inf,
-            forward / geometry.gradient_accumulation,
-            (compute - forward) / geometry.gradient_accumulation,
+            passes.forward / geometry.gradient_accumulation,
+            passes.backward / geometry.gradient_accumulation,
             geometry.gradient_accumulation,
+            figures.embedding_bytes,
         ),
         world=world,
     )

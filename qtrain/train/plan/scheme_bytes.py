@@ -1,8 +1,12 @@
-"""What a scheme's declaration says of memory: bytes of a weight, of its codes, of the input that backward keeps."""
+"""What a scheme's declaration says of memory: bytes of a weight, of its codes, of the input that backward keeps, and of
+what is read and written where a tensor is quantized."""
 
 from typing import NamedTuple
 
+from qtrain.kernels.gemm.low_rank_mm import LARGEST_RANK
 from qtrain.quant import LowBitScheme
+from qtrain.quant.gemm_table import adds_low_rank
+from qtrain.quant.tensor_roles import NeedsOperand, TensorName
 from qtrain.tensors.stored_weight import STORED_FORMATS
 
 
@@ -42,3 +46,23 @@ def kept_input_bytes(scheme: LowBitScheme, element: int) -> float:
     """Bytes of a linear's input kept for backward, per element of `element` bytes."""
     kept = scheme.formats_of("x")[1]
     return kept.bytes_per_element if kept else element
+
+
+def quantizer_bytes(scheme: LowBitScheme, name: TensorName, element: int, *, frozen: bool) -> float:
+    """Bytes that the quantizer of x or dy reads and writes, per element; 0: the GEMMs read the tensor itself. frozen:
+    there is no grad_weight."""
+    rows, columns = scheme.formats_of(name, NeedsOperand(columns=not frozen))
+    formats = [fmt for fmt in (rows, columns) if fmt]
+    # The absmax of all, or of a column, takes a read before that in which codes are computed.
+    whole = any(fmt.granularity == "tensorwise" for fmt in formats) and not scheme.amax_history
+    whole |= columns is not None and columns.granularity == "rowwise"
+    return sum(fmt.bytes_per_element for fmt in formats) + element * (1 + whole) * bool(formats)
+
+
+def adapter_passes(scheme: LowBitScheme | None, columns: int) -> float:
+    """Times that each element of y, or of dx, is read or written because a product of rank `columns` is added to it."""
+    if scheme is None:
+        return 4.0  # a product of its own, written; the addition reads both and writes the sum
+    gemms = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    # In the epilogue of the GEMM, or by a second one that reads and writes the result.
+    return 0.0 if columns <= LARGEST_RANK and all(adds_low_rank(*formats) for formats in gemms) else 2.0

@@ -1,21 +1,26 @@
 """How long a step takes on N GPUs: one GPU's computation, what the exchange adds to it, and what of that is exposed.
 
-The speed of light is the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype. Computation runs at
-a fraction of it that was measured on one H200; another GPU, and a model that is larger than the measured ones, are
-assumed to reach the same. The exchange's own cost apart from the wire, copies in memory and launches from Python, was
-measured on two H200s.
+The speed of light is the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype. Training in full ran
+at a fraction of it that was measured on one H200. Of that time attention has a rate of its own, and what is read and
+written between products takes its bytes over the bandwidth. The rest is the products', whose fraction of the speed of
+light another GPU, and a model that is larger than the measured ones, are assumed to reach too. So adapters save a third
+of the products' time but nothing of the rest, and a GPU of less bandwidth is slower.
+
+The exchange's own cost apart from the wire, copies in memory and launches from Python, was measured on two H200s.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware import Hardware, datasheet_hardware
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
 from qtrain.train.plan.traffic import Traffic
@@ -34,8 +39,9 @@ def shortest_seconds(
     dtype: torch.dtype,
     *,
     frozen: bool = False,
+    reached: bool = False,
 ) -> dict[str, float]:
-    """Seconds per token at dense peaks, by kind of work.
+    """Seconds per token at dense peaks, by kind of work. reached: longer where scales of blocks make a GEMM slower.
 
     shares: of the kinds that consist of linears (`blocks`, `head`); all other kinds, and the GEMMs that a scheme leaves
     in bf16, run in `dtype`. frozen: the linears have no grad_weight, and `flops` does not count it.
@@ -45,14 +51,22 @@ def shortest_seconds(
     # The three GEMMs of a linear have equal FLOPs: each takes an equal share of the work, at the peak of its dtype.
     def seconds_of(work: float, scheme: LowBitScheme | None) -> float:
         gemms = {} if scheme is None else scheme.gemm_dtypes()
-        names = [name for gemm, name in gemms.items() if not (frozen and gemm == "grad_weight")] or [plain]
-        rates = [hardware.peak(plain if name == "bf16" else name) * 1e12 for name in names]
-        return sum(work / len(rates) / rate for rate in rates)
+        chosen = {gemm: name for gemm, name in gemms.items() if not (frozen and gemm == "grad_weight")} or {"": plain}
+        total = 0.0
+        for gemm, name in chosen.items():
+            rate = hardware.peak(plain if name == "bf16" else name) * 1e12
+            total += work / len(chosen) / rate / (_blocks_rate(scheme, gemm) if reached and name != "bf16" else 1.0)
+        return total
 
     return {
         kind: sum(seconds_of(share * work, scheme) for scheme, share in shares.get(kind, {None: 1.0}).items())
         for kind, work in flops.items()
     }
+
+
+def _blocks_rate(scheme: LowBitScheme | None, gemm: Gemm) -> float:
+    formats = (None, None) if scheme is None else scheme.operand_formats(gemm)
+    return 1.0 if None in formats else BLOCKS_RATE.get(frozenset(fmt.granularity for fmt in formats), 1.0)
 
 
 def emulated_arithmetics(linears: Iterable[LinearChoice], hardware: Hardware) -> tuple[str, ...]:
@@ -80,6 +94,9 @@ class Measured:
     """By scheme, then by parameters of the model."""
 
 
+MEASURED_GPU, MEASURED_SEQUENCE = "h200", 1024
+"""The GPU, and tokens a sequence, of the measurements below."""
+
 MEASURED = {
     # docs/results/train_steps.json, and an earlier run of distributed.json: compiled, sequence 1024, 32,768 or 65,536
     # tokens a step.
@@ -99,6 +116,23 @@ MIXTURES = Measured(
     "Qwen3-30B-A3B with 12 layers",
     {"fp8_tensorwise": {8.1e9: 0.345}, "bf16": {8.1e9: 0.432}},
 )
+
+BANDWIDTH_REACHED = 0.88
+"""Of the datasheet's bandwidth, what a copy in an H200's memory reaches, and quantizers with it: docs/benchmarks.md."""
+
+ATTENTION_RATE = 0.54
+"""Of the dense bf16 peak, what attention reaches over forward and backward: such that a step with adapters over one
+sequence of 131,072 tokens takes what it was measured to (docs/memory.md); attention is three quarters of it."""
+ATTENTION_BACKWARD = 2.5
+"""Products of its backward pass over those of its forward pass: it computes q·kᵀ again."""
+
+BLOCKS_RATE = {
+    frozenset({"1x128", "128x128"}): 1351 / 1489,
+    frozenset({"1x128"}): 1015 / 1489,
+    frozenset({"32x32"}): 212 / 1485,
+}
+"""Rate of products by the blocks of both operands' scales, over that with scales of tensors, or of rows:
+docs/benchmarks.md, 8192³."""
 
 GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.020e-3, 0.055e-3
 PARAMETER_SECONDS = 4.7e-12
@@ -142,30 +176,102 @@ def low_bit_share(blocks: Shares, seconds: Mapping[str, float], plain: Mapping[s
     return max(1 - blocks.get(None, 0.0) * sum(plain.values()) / sum(seconds.values()), 0.0)
 
 
-def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, again: Mapping[str, float]) -> float:
-    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images;
-    again: by kind, the share of the forward pass that backward recomputes."""
-    # Forward is one of three equal parts (forward, grad_input, grad_weight).
-    return samples * sum(s * (1 + again.get(kind, 0.0) / 3) for kind, s in seconds.items()) / sol
+@dataclass(frozen=True)
+class BetweenProducts:
+    """Bytes per token that are read and written between products (`models/cost/step_traffic.py`)."""
+
+    run: float
+    measured: float
+    """If everything trains and nothing is recomputed, as in the runs of which `MEASURED` has the fractions."""
+    flops: Mapping[str, float]
+    """FLOPs per token of such a run."""
+
+    def products_sol(self, sol: float, shares: Mapping[str, Shares], dtype: torch.dtype) -> float:
+        """The fraction of the speed of light that products but attention's reached in a run that as a whole reached
+        `sol`."""
+        gpu = datasheet_hardware(MEASURED_GPU)
+        shortest = shortest_seconds(self.flops, shares, gpu, dtype)
+        products = sum(s for kind, s in shortest.items() if kind != "attention")
+        others = sum(attention_seconds(shortest)) + self.measured / (BANDWIDTH_REACHED * gpu.memory_bandwidth)
+        left = sum(shortest.values()) / sol - others
+        return min(products / left, 1.0) if left > 0 else 1.0
+
+
+class Passes(NamedTuple):
+    """Seconds of one GPU's micro-batches of a step."""
+
+    forward: float
+    backward: float
+    """With what it recomputes."""
+
+
+def attention_seconds(seconds: Mapping[str, float]) -> Passes:
+    """Of a sample; without what is recomputed. seconds: the shortest time by kind, forward and backward."""
+    forward = seconds.get("attention", 0.0) / 3 / ATTENTION_RATE
+    return Passes(forward, ATTENTION_BACKWARD * forward)
+
+
+def compute_seconds(
+    seconds: Mapping[str, float], samples: int, sol: float, again: Mapping[str, float], frozen: bool = False
+) -> Passes:
+    """What every kind of work takes at the fraction `sol` of its shortest time. seconds: that per sample by kind;
+    samples: tokens or images; again: by kind, the share of the forward pass that backward recomputes; frozen: linears
+    of layers and the head have no grad_weight."""
+    forward = backward = 0.0
+    for kind, s in seconds.items():
+        # Forward is one of three equal parts (forward, grad_input, grad_weight), or of two.
+        part = s / (2 if frozen and kind in ("blocks", "head") else 3)
+        forward += part
+        backward += s - part + again.get(kind, 0.0) * part
+    return Passes(samples * forward / sol, samples * backward / sol)
+
+
+def token_seconds(
+    seconds: Mapping[str, float],
+    samples: int,
+    sol: float,
+    again: Mapping[str, float],
+    frozen: bool,
+    moved: float,
+    bandwidth: float,
+) -> Passes:
+    """`compute_seconds` of a language model: sol is that of products, attention has its own rate, and `moved` bytes per
+    token take their share of the bandwidth, of which a third is the forward pass's."""
+    products = {kind: s for kind, s in seconds.items() if kind != "attention"}
+    forward, backward = compute_seconds(products, samples, sol, again, frozen)
+    attention, between = attention_seconds(seconds), moved / (BANDWIDTH_REACHED * bandwidth)
+    return Passes(
+        forward + samples * (attention.forward + between / 3),
+        backward + samples * (attention.backward + again.get("attention", 0.0) * attention.forward + between * 2 / 3),
+    )
 
 
 def offload_seconds(
-    host: Mapping[str, int], bandwidth: float, forward: float, backward: float, micro_batches: int
+    host: Mapping[str, int],
+    bandwidth: float,
+    forward: float,
+    backward: float,
+    micro_batches: int,
+    embedding: float = 0.0,
 ) -> float:
     """Of a step, what one GPU waits for copies to and from host memory. host: bytes there by the names of --offload;
-    bandwidth: bytes per second each way; forward, backward: seconds of a micro-batch's passes.
+    bandwidth: bytes per second each way; forward, backward: seconds of a micro-batch's passes; embedding: bytes of it
+    among the weights.
 
     States cross the link both ways at once while nothing else runs, and so do weights that train, whose gradients come
     with them. Residuals go out during a micro-batch's forward pass and come back during its backward pass, weights come
     in both; the sum of gradients comes and goes during the backward pass, but does not come in the first. A pass waits
-    for what takes longer than it."""
+    for what takes longer than it. Nothing overlaps with the embedding's copy, the first of a micro-batch, nor with that
+    of its gradient, the last."""
     residuals, weights, gradients = (host.get(name, 0) for name in ("residuals", "weights", "gradients"))
     at_step = sum(host.values()) - residuals - (0 if gradients else weights)
+    ends = embedding * (bool(weights) + bool(gradients))
+    weights, gradients = (max(size - embedding, 0) for size in (weights, gradients))
     forward_wait = max(max(residuals, weights) / bandwidth - forward, 0.0)
     first_wait = max(max(residuals + weights, gradients) / bandwidth - backward, 0.0)
     backward_wait = max((residuals + weights + gradients) / bandwidth - backward, 0.0)
     waits = micro_batches * forward_wait + first_wait + (micro_batches - 1) * backward_wait
-    return at_step / bandwidth + waits
+    return (at_step + micro_batches * ends) / bandwidth + waits
 
 
 def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:

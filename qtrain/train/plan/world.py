@@ -5,8 +5,8 @@ kind, computing the same without any exchange.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
@@ -17,10 +17,8 @@ from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
 from qtrain.train.plan.sharding import resharded
 from qtrain.train.plan.step_time import (
-    compute_seconds,
     exchange_overhead,
     exposed_seconds,
-    measured_sol,
     tp_overhead,
 )
 from qtrain.train.plan.traffic import Traffic
@@ -74,19 +72,15 @@ class SizedStep:
 class Work:
     """What one GPU computes in a step, with --tp several together."""
 
-    parameters: int
-    """Of the whole model."""
-    seconds: Mapping[str, float]
-    """Speed of light: shortest time per sample, by kind of work."""
     samples: int
     """Tokens or images."""
     unit: SampleUnit
-    low_bit: float
-    """The share of the shortest time that layers in low bits take."""
-    moe: bool = False
-    """Whether it is a mixture of experts (MoE)."""
-    again: Mapping[str, float] = field(default_factory=dict)
-    """By kind of work, the share of the forward pass that backward recomputes."""
+    seconds: float
+    """Of computation."""
+    sol: float
+    """The fraction of the speed of light that `seconds` assumes."""
+    sol_source: str
+    """Where `sol` is from."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +194,9 @@ def plan_world(
     resharding: str,
 ) -> WorldPlan:
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
-    # A user's own fraction, or the nearest measurement, with the name of what was measured.
-    sol, source = settings.sol, "--sol"
-    if sol is None:
-        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit, moe=work.moe)
-        source += f"; assumed of {hardware.name}" if "H200" not in hardware.name else ""
+    source = work.sol_source
+    if settings.sol is None and "H200" not in hardware.name:
+        source += f"; assumed of {hardware.name}"
     return WorldPlan(
         mesh=mesh,
         keeps_shard=bool(settings.dp_shard or settings.dp_replicate),
@@ -215,8 +207,8 @@ def plan_world(
         resharding=resharding,
         samples=work.samples,
         unit=work.unit,
-        compute=compute_seconds(work.seconds, work.samples, sol, work.again) / mesh.tp,
-        sol=sol,
+        compute=work.seconds / mesh.tp,
+        sol=work.sol,
         sol_source=source,
     )
 

@@ -1,0 +1,103 @@
+"""The plan's time of a step beside measured ones, and what it is made of."""
+
+import pytest
+import torch
+
+from qtrain.core.hardware import datasheet_hardware
+from qtrain.models import Lora, read_model_source
+from qtrain.quant import SCHEMES
+from qtrain.quant.schemes.frozen_base import base_scheme
+from qtrain.train.assembly.assemble import trained_part
+from qtrain.train.log.metrics import TOKENS
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.scheme_bytes import adapter_passes, quantizer_bytes
+from qtrain.train.plan.step_time import BLOCKS_RATE, MEASURED, compute_seconds, offload_seconds
+from qtrain.train.settings.settings import LanguageSettings
+from tests.train.plan.test_plan import checked_of, plan_for
+
+H100, H200 = datasheet_hardware("h100"), datasheet_hardware("h200")
+FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
+LOW_BIT_HEAD = {"quantize_lm_head": True, "optim": "adamw_8bit"}
+
+
+def plan_of(model: str, sequences: int, base: str | None = None, hardware=H100, **changes) -> Plan:
+    settings = LanguageSettings(
+        **{"model": model, "seq_len": 1024, "batch_size": sequences, "compile": True, "quantize": "bf16"} | changes
+    )
+    config, lora = read_model_source(model).model_config(), base and Lora(base=base)
+    scheme = base_scheme(base, settings.quantize) if lora and base != "none" else None
+    trained = trained_part(config, lora, False, torch.bfloat16) if lora else None
+    return plan_for(checked_of(settings, scheme), config, trained, hardware)
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "milliseconds", "changes"),
+    [
+        ("qwen2.5-7b", 32, 5927, {"base": "fp8", "seq_len": 4096, "micro_batch_size": 2}),
+        ("qwen2.5-7b", 128, 7999, {"base": "nf4", "micro_batch_size": 16}),
+        ("qwen2.5-7b", 128, 8884, {"base": "nf4", "micro_batch_size": 4, "recompute": ("swiglu",)}),
+        ("qwen2.5-3b", 19, 670.6, {"optim": "adamw_8bit"}),
+        ("qwen2.5-1.5b", 35, 442, FP8),
+        ("qwen2.5-7b", 10, 498, {**FP8, "optim": "adamw_8bit", "recompute": ("norm", "swiglu")}),
+        ("qwen2.5-7b", 11, 587, {**LOW_BIT_HEAD, "quantize": "int8", "recompute": ("norm", "swiglu", "qkv")}),
+        ("qwen2.5-7b", 18, 1067, {"quantize": "fp8_rowwise", "quantize_lm_head": True, "recompute": ("block",)}),
+        ("qwen2.5-3b", 25, 695, {**LOW_BIT_HEAD, "quantize": "fp8_blockwise", "recompute": ("norm", "swiglu")}),
+    ],
+    ids=str,
+)
+def test_steps_take_what_they_were_measured_to_on_an_h100(model, sequences, milliseconds, changes):
+    found = plan_of(model, sequences, **changes).step_seconds
+    assert found == pytest.approx(milliseconds / 1000, rel=0.1)
+
+
+def test_the_measured_fraction_is_that_of_its_own_runs():
+    """On an H200, with everything trained and nothing recomputed; what micro-batches move comes on top."""
+    found = plan_of("qwen2.5-7b", 64, hardware=H200, micro_batch_size=8, quantize=FP8["quantize"])
+    shortest = sum(found.seconds.values()) * found.tokens_per_step
+    sol = MEASURED[TOKENS].fractions["fp8_tensorwise"][7616e6]
+    assert shortest / found.step_seconds == pytest.approx(sol, rel=0.04)
+    slower = plan_of("qwen2.5-7b", 64, hardware=H100, micro_batch_size=8, quantize=FP8["quantize"])
+    assert slower.seconds == found.seconds and slower.step_seconds > 1.02 * found.step_seconds
+
+
+def test_adapters_do_not_save_a_third_of_a_step():
+    """They save one product of three, and read inputs and gradients again."""
+    full, adapted = (plan_of("qwen2.5-7b", 8, base) for base in (None, "none"))
+    assert sum(adapted.seconds.values()) < 0.7 * sum(full.seconds.values())
+    assert 0.75 * full.step_seconds < adapted.step_seconds < full.step_seconds
+    assert plan_of("qwen2.5-7b", 8, "fp8").step_seconds < adapted.step_seconds
+
+
+def test_the_forward_pass_of_frozen_linears_is_half_of_their_products():
+    seconds, again = {"blocks": 6.0, "head": 3.0, "adapters": 0.3}, {"blocks": 1.0, "adapters": 1.0}
+    assert compute_seconds(seconds, 2, 0.5, again) == pytest.approx((4 * 3.1, 4 * (6.2 + 2.1)))
+    assert compute_seconds(seconds, 2, 0.5, again, frozen=True) == pytest.approx((4 * 4.6, 4 * (4.7 + 3.1)))
+
+
+def test_scales_of_blocks_make_products_slower():
+    tensors, blocks = (plan_of("qwen2.5-3b", 8, quantize=name) for name in ("fp8_rowwise", "fp8_blockwise"))
+    assert blocks.seconds == tensors.seconds  # the speed of light is the same
+    assert min(BLOCKS_RATE.values()) < tensors.step_seconds / blocks.step_seconds < 0.9
+
+
+def test_bytes_of_quantizers():
+    delayed, dynamic = (SCHEMES.make("fp8_tensorwise", {"scaling": s}, "") for s in ("delayed", "dynamic"))
+    assert quantizer_bytes(delayed, "x", 2, frozen=False) == 2 + 1 + 1
+    assert quantizer_bytes(dynamic, "x", 2, frozen=False) == 2 + 2 + 1 + 1  # read for its absmax before
+    rowwise = SCHEMES.make("int8", {}, "")
+    assert quantizer_bytes(rowwise, "dy", 2, frozen=False) == 2 + 2 + 1 + 1
+    assert quantizer_bytes(rowwise, "dy", 2, frozen=True) == 2 + 1
+    assert quantizer_bytes(base_scheme("nf4", "bf16"), "x", 2, frozen=True) == 0
+
+
+def test_passes_in_which_the_product_of_adapters_is_added():
+    assert adapter_passes(None, 16) == 4
+    assert adapter_passes(base_scheme("nf4", "bf16"), 16) == 2
+    assert [adapter_passes(base_scheme("fp8", "bf16"), columns) for columns in (48, 192)] == [0, 2]
+
+
+def test_nothing_overlaps_with_the_embeddings_copies():
+    host = {"weights": 30, "gradients": 30}
+    waits = offload_seconds(host, 10.0, 4, 8, 2, embedding=5)
+    assert waits == pytest.approx(6 + 2 * 2 * 0.5)
+    assert offload_seconds({"weights": 50}, 10.0, 2, 4, 2, embedding=5) == pytest.approx(2 * (0.5 + 2.5 + 0.5))
