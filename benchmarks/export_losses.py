@@ -252,7 +252,8 @@ def dequantized(measurement: Measurement, dense: Path, codes: dict) -> nn.Module
     with torch.no_grad():
         for name, held in codes.items():
             weight = model.get_submodule(name).weight
-            weight.copy_(held.dequantize(weight.dtype)[:, : weight.shape[1]])  # packed rows may be padded
+            value = held.dequantize(torch.float32)[:, : weight.shape[1]]  # packed rows may be padded
+            weight.copy_(value if held.tensor_scale is None else value * held.tensor_scale)
     return model
 
 
