@@ -45,6 +45,7 @@ from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import FILE
 from qtrain.models.hf.impl import HfModel
+from qtrain.models.hf.readers.declared import KEY, READERS
 from qtrain.quant import Scheme
 from qtrain.quant.export_codes import trained_codes
 from qtrain.train.assembly.exports import export_folders
@@ -261,6 +262,9 @@ def by_qtrain(folder: Path, device: torch.device) -> nn.Module:
     if (folder / FILE).is_file():
         raise UserError("qtrain reads no GGUF")
     source = read_model_source(str(folder))
+    method = source.config.get(KEY, {}).get("quant_method")
+    if method is not None and method not in READERS:
+        raise UserError(f"qtrain reads no {method}")
     return build_model(source, device=device, dtype=torch.bfloat16, pretrained=True)
 
 
