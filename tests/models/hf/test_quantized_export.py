@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import expand_scale, unpack
@@ -223,6 +224,26 @@ def test_a_layer_with_quantized_activations_is_theirs_bit_for_bit(fmt, tmp_path)
     assert torch.equal(found, torch.nn.functional.linear(codes.bfloat16() * scale, weight))
 
 
+@pytest.mark.parametrize(("fmt", "subclass"), [("torchao_int8", "Int8Tensor"), ("torchao_fp8", "Float8Tensor")])
+def test_every_file_of_torchaos_says_what_its_tensors_make(fmt, subclass, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized_export, "MAX_SHARD_BYTES", 600_000)
+    source = source_of("llama-tied")
+    model, quantized = trained(source, TRAINED_IN[fmt], dtype=torch.bfloat16)
+    export_quantized(model, source, tmp_path / "hf", made(fmt), left=left_by_training(quantized.choices))
+    equal, total, scales = compare(model, tmp_path / "hf")
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert equal == total and scales == 0 and len(files) > 1
+    for path in files:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        names = json.loads(metadata["tensor_names"])
+        assert set(names) == {entry.hf_name for entry in layout(model.config)}
+        kinds = [json.loads(metadata[name]) for name in names]
+        assert [kind["_type"] for kind in kinds].count(subclass) == 14
+        assert json.loads(metadata["model.layers.1.mlp.down_proj.weight"])["_data"]["block_size"] == [1, 384]
+        assert json.loads(metadata["model.norm.weight"]) == {"_type": "Tensor"}
+
+
 @pytest.mark.parametrize("sub_norm", [True, False])
 def test_bitnets_reader_computes_what_training_computes(sub_norm, tmp_path):
     """BitLinear quantizes activations as the scheme does; eager, for its compilation takes a while."""
@@ -244,8 +265,9 @@ def test_bitnet_holds_no_other_weights_and_no_experts(tmp_path):
     with pytest.raises(UserError, match=r"'bitnet' holds ternary weights, and model.layers.0.self_attn.q_proj.weight"):
         export_quantized(model, source_of("llama"), tmp_path / "hf", made("bitnet"))
     model = build_model(source_of("qwen3_moe"))
-    with pytest.raises(UserError, match="'bitnet' has no reader for a mixture of experts; use another format"):
-        export_quantized(model, source_of("qwen3_moe"), tmp_path / "hf", made("bitnet"))
+    for fmt in ("bitnet", "torchao_int8", "torchao_fp8"):
+        with pytest.raises(UserError, match=f"'{fmt}' has no reader for a mixture of experts; use another format"):
+            export_quantized(model, source_of("qwen3_moe"), tmp_path / "hf", made(fmt))
     assert not list(tmp_path.iterdir())
 
 
