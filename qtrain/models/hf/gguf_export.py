@@ -48,7 +48,8 @@ def export_gguf(
         _add_settings(writer, model.config, fmt, trained_positions)
         if tokenizer is not None:
             tokenizer.save_hf(temporary)
-            _add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size)
+        if tokenizer is None or not _add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size):
+            writer.add_tokenizer_model("no_vocab")  # llama.cpp then takes ids; it loads no file that names none
         members = _members(weights)
         for name, entries in members.items():
             shape, kind = _shape_and_type(weights, fmt, entries)
@@ -151,15 +152,16 @@ def _add_settings(writer: Any, config: ModelConfig, fmt: Gguf, trained_positions
         writer.add_expert_feed_forward_length(config.moe.width)
 
 
-def _add_tokenizer(writer: Any, folder: Path, tokenizer: ExportableTokenizer, vocab_size: int) -> None:
-    """The vocabulary of a byte-level BPE tokenizer whose splitting llama.cpp knows; of others a printed line."""
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: ExportableTokenizer, vocab_size: int) -> bool:
+    """The vocabulary of a byte-level BPE tokenizer whose splitting llama.cpp knows; of others a printed line. Returns
+    whether it was added."""
     import gguf
 
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     pre = _pre_tokenizer(model)
     if model["model"].get("type") != "BPE" or pre is None:
         print("note    the GGUF file has no tokenizer: it is not a BPE that llama.cpp is known to split alike")
-        return
+        return False
     added = {token["id"]: token for token in model.get("added_tokens", ())}
     pieces = {number: piece for piece, number in model["model"]["vocab"].items()}
     pieces |= {number: token["content"] for number, token in added.items()}
@@ -183,6 +185,7 @@ def _add_tokenizer(writer: Any, folder: Path, tokenizer: ExportableTokenizer, vo
         writer.add_bos_token_id(tokenizer.bos_id)
     if tokenizer.eos_id is not None:
         writer.add_eos_token_id(tokenizer.eos_id)
+    return True
 
 
 def _pre_tokenizer(model: dict[str, Any]) -> str | None:

@@ -208,7 +208,8 @@ def _write_codes(weights: WeightsInCodes, fmt: SafetensorsFormat, folder: Path) 
         tensor = made(entry.hf_name)[part] if part else weights.plain(entry)
         return tensor.to(device, copy=True).contiguous()
 
-    write_tensors(names, on, folder, MAX_SHARD_BYTES)
+    columns = {name: weights.shape(e)[1] if weights.in_codes(e) else None for name, e in weights.entries.items()}
+    write_tensors(names, on, folder, MAX_SHARD_BYTES, fmt.metadata(columns, weights.dtype()))
 
 
 def _tensor_names(weights: WeightsInCodes, fmt: SafetensorsFormat) -> Iterator[tuple[str, tuple[TensorSlice, str]]]:

@@ -105,7 +105,9 @@ def _weights(config: Mapping[str, Any] | None, held: HeldCodes | None, whose: Se
 def _usage(fmt_name: str) -> str:
     if fmt_name.startswith("gguf"):
         return '## Use\n\n```\nllama-cli -m model.gguf -p "Hello"\n```'
-    needs = "pip install compressed-tensors\n" if fmt_name.startswith("ct_") else ""
+    packages = {"ct": "compressed-tensors", "torchao": "torchao"}
+    package = packages.get(fmt_name.partition("_")[0])
+    needs = "" if package is None else f"pip install {package}\n"
     install = f"```\n{needs}```\n\n" if needs else ""
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -116,5 +118,5 @@ def _usage(fmt_name: str) -> str:
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))",
     ]
     code = "\n".join(lines)
-    vllm = "" if fmt_name == "bitnet" else "\n\n```\nvllm serve FOLDER_OR_ID\n```"
+    vllm = "" if fmt_name.startswith(("bitnet", "torchao")) else "\n\n```\nvllm serve FOLDER_OR_ID\n```"
     return f"## Use\n\n{install}```python\n{code}\n```{vllm}"

@@ -46,6 +46,12 @@ def read_matrix(tensors: dict[str, Tensor], module: str, config: dict) -> Read:
         packed = own["weight"]  # row r of quarter i has its two bits at 2 * i
         fields = torch.cat([(packed >> 2 * i) & 3 for i in range(4)]).float() - 1
         return Read(fields, (1 / own["weight_scale"].float()).expand(fields.shape))
+    if method == "torchao":
+        own = {
+            n.removeprefix(f"{module}._weight_"): t for n, t in tensors.items() if n.startswith(f"{module}._weight_")
+        }
+        assert not own.get("zero_point", torch.zeros(1)).any() and own["scale"].shape == (len(own["qdata"]), 1)
+        return Read(own["qdata"].float(), own["scale"].expand(own["qdata"].shape))
     layout = config["format"]
     (group,) = config["config_groups"].values()
     if layout in ("float-quantized", "int-quantized", "mxfp8-quantized"):

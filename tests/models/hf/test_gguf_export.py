@@ -139,4 +139,5 @@ def test_a_bpe_tokenizer_is_in_the_file_if_llama_cpp_splits_alike(tmp_path, caps
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     export_gguf(model, tmp_path / "x", made("gguf_f16"), Saved(backend.to_str()))
     assert "has no tokenizer" in capsys.readouterr().out
-    assert "tokenizer.ggml.tokens" not in gguf.GGUFReader(tmp_path / "x/model.gguf").fields
+    fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
+    assert "tokenizer.ggml.tokens" not in fields and fields["tokenizer.ggml.model"].contents() == "no_vocab"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import expand_scale, unpack
@@ -53,6 +54,8 @@ TRAINED_IN = {
     "ct_nvfp4": "nvfp4",
     "ct_mxfp8": "mxfp8",
     "bitnet": "bitnet",
+    "torchao_int8": "int8",
+    "torchao_fp8": "fp8_rowwise",
 }
 """A scheme whose codes the format keeps."""
 WITHOUT_EXPERTS = {"ct_fp8_block", "ct_int8", "ct_mxfp8", "ct_nvfp4"}
@@ -154,6 +157,10 @@ def test_its_reader_gets_the_weights_that_training_multiplied(family, fmt, tmp_p
 
     if fmt.startswith("ct_"):
         pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+    if fmt.startswith("torchao"):
+        pytest.importorskip("torchao", reason="pip install torchao")
+        if "moe" in family:
+            pytest.skip("refused")
     source, dtype = source_of(family), torch.bfloat16 if fmt in BF16_ONLY else torch.float32
     model, quantized = trained(source, TRAINED_IN[fmt], dtype=dtype)
     left = left_by_training(quantized.choices)
@@ -173,6 +180,8 @@ def test_its_reader_gets_the_weights_that_training_multiplied(family, fmt, tmp_p
     matrices = [name for name in wanted if wanted[name].ndim > 1]
     tolerance = {"rtol": 2**-7, "atol": 0} if dtype is torch.bfloat16 else {"rtol": 0, "atol": 0}
     for name in matrices:
+        if hasattr(values[name], "qdata"):  # torchao's tensor subclasses
+            values[name] = values[name].dequantize()
         torch.testing.assert_close(values[name], wanted[name], **tolerance)
     assert len(matrices) > 6
 
@@ -215,6 +224,26 @@ def test_a_layer_with_quantized_activations_is_theirs_bit_for_bit(fmt, tmp_path)
     assert torch.equal(found, torch.nn.functional.linear(codes.bfloat16() * scale, weight))
 
 
+@pytest.mark.parametrize(("fmt", "subclass"), [("torchao_int8", "Int8Tensor"), ("torchao_fp8", "Float8Tensor")])
+def test_every_file_of_torchaos_says_what_its_tensors_make(fmt, subclass, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized_export, "MAX_SHARD_BYTES", 600_000)
+    source = source_of("llama-tied")
+    model, quantized = trained(source, TRAINED_IN[fmt], dtype=torch.bfloat16)
+    export_quantized(model, source, tmp_path / "hf", made(fmt), left=left_by_training(quantized.choices))
+    equal, total, scales = compare(model, tmp_path / "hf")
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert equal == total and scales == 0 and len(files) > 1
+    for path in files:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        names = json.loads(metadata["tensor_names"])
+        assert set(names) == {entry.hf_name for entry in layout(model.config)}
+        kinds = [json.loads(metadata[name]) for name in names]
+        assert [kind["_type"] for kind in kinds].count(subclass) == 14
+        assert json.loads(metadata["model.layers.1.mlp.down_proj.weight"])["_data"]["block_size"] == [1, 384]
+        assert json.loads(metadata["model.norm.weight"]) == {"_type": "Tensor"}
+
+
 @pytest.mark.parametrize("sub_norm", [True, False])
 def test_bitnets_reader_computes_what_training_computes(sub_norm, tmp_path):
     """BitLinear quantizes activations as the scheme does; eager, for its compilation takes a while."""
@@ -236,8 +265,9 @@ def test_bitnet_holds_no_other_weights_and_no_experts(tmp_path):
     with pytest.raises(UserError, match=r"'bitnet' holds ternary weights, and model.layers.0.self_attn.q_proj.weight"):
         export_quantized(model, source_of("llama"), tmp_path / "hf", made("bitnet"))
     model = build_model(source_of("qwen3_moe"))
-    with pytest.raises(UserError, match="'bitnet' has no reader for a mixture of experts; use another format"):
-        export_quantized(model, source_of("qwen3_moe"), tmp_path / "hf", made("bitnet"))
+    for fmt in ("bitnet", "torchao_int8", "torchao_fp8"):
+        with pytest.raises(UserError, match=f"'{fmt}' has no reader for a mixture of experts; use another format"):
+            export_quantized(model, source_of("qwen3_moe"), tmp_path / "hf", made(fmt))
     assert not list(tmp_path.iterdir())
 
 
@@ -323,7 +353,7 @@ def test_the_formats_that_keep_a_schemes_codes():
         return keeping([SCHEMES.make(scheme, {}, "") for scheme in schemes])
 
     assert names("fp8_blockwise") == ["fp8_block", "ct_fp8_block"] and names("mxfp8") == ["mxfp8", "ct_mxfp8"]
-    assert names("int8") == ["ct_int8", "gguf_q8_0"] and names("bitnet")[0] == "bitnet"
+    assert names("int8") == ["ct_int8", "torchao_int8", "gguf_q8_0"] and names("bitnet")[0] == "bitnet"
     assert names("int4")[:2] == ["ct_int4_g32", "ct_int4_g128"] and names("nvfp4") == ["ct_nvfp4"]
     assert names("int8", "switchback")[0] == "ct_int8" and names("int8", "fp8_rowwise") == names() == []
 

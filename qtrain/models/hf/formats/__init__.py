@@ -6,4 +6,5 @@ from qtrain.models.hf.formats import (  # noqa: F401  (each registers its own)
     dense,
     fp8_block,
     gguf,
+    torchao,
 )

@@ -63,6 +63,11 @@ class SafetensorsFormat(ExportFormat, ABC):
         """The file's tensors of a weight with these codes, by the last part of their names; also of codes on the meta
         device. columns: of the weight."""
 
+    def metadata(self, columns: Mapping[str, int | None], dtype: torch.dtype) -> dict[str, str]:
+        """What the header of each file says besides. columns: of every weight in codes, by its name in a dense
+        checkpoint; None: the tensor is in high precision. dtype: that of the model."""
+        return {}
+
     @abstractmethod
     def quantization_config(self, left: Sequence[str]) -> dict[str, Any]:
         """The entry of config.json. left: modules whose weights stay in high precision, by name."""
