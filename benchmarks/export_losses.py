@@ -49,7 +49,7 @@ from qtrain.models.hf.readers.declared import KEY, READERS
 from qtrain.quant import Scheme
 from qtrain.quant.export_codes import trained_codes
 from qtrain.train.assembly.exports import export_folders
-from qtrain.train.assembly.measured import Measured
+from qtrain.train.assembly.measured import MeasuredModel
 from qtrain.train.eval.language import mean_loss
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
@@ -177,7 +177,7 @@ def trained(settings: ExportLossSettings, word: str, runs: Path) -> Path | Cell:
 
 def rows(measurement: Measurement, scheme: Scheme, run: Path) -> Iterator[tuple[str, dict[str, Cell]]]:
     """(format, its cells) of each export of a run."""
-    measured = Measured.find(str(run), "--model", prefer_checkpoint=True)
+    measured = MeasuredModel.find(str(run), "--model", prefer_checkpoint=True)
     with measured.loaded(measurement.device, "bf16") as (model, restored):
         before = {"in its scheme": measurement.loss(model)}
         refused = write_exports(measured, scheme, restored)
@@ -217,7 +217,7 @@ def formats_of(scheme: Scheme) -> list[str]:
     return [ALWAYS[0], *keeping, *ALWAYS[1:]]
 
 
-def write_exports(measured: Measured, scheme: Scheme, run: Run) -> dict[str, str]:
+def write_exports(measured: MeasuredModel, scheme: Scheme, run: Run) -> dict[str, str]:
     """Write RUN/FORMAT for each format. Returns why some cannot be written."""
     folder, folders, refused = measured.checkpoint.parent.parent, {}, {}
     model, linears = measured.outline(torch.device("cpu"), native=True)
