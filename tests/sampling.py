@@ -241,7 +241,6 @@ CASES: dict[str, int] = {
     "tests/parallel/sharding/test_gradients.py::test_micro_batches_are_added_in_their_order": 2,
     "tests/kernels/grouped/test_grouped_blockwise_mm.py::test_kernels_in_the_interpreter": 1,
     "tests/data/test_loader.py::test_an_ending_stream_ends_the_loader_with_full_batches_only": 0,
-    "tests/train/state/test_run.py::test_resuming_an_older_checkpoint_starts_a_run_that_names_its_parent_and_changes_nothing_there": 1,
     "tests/commands/test_evaluate.py::test_training_data_are_no_evaluation_data": 5,
     "tests/data/test_loader.py::test_a_users_mistake_met_on_the_way_is_raised_once": 1,
     "tests/models/hf/readers/test_kept_base.py::test_a_checkpoint_of_a_run_resumes_on_the_same_codes": 0,
