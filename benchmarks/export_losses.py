@@ -47,7 +47,7 @@ from qtrain.models.hf.gguf_export import FILE
 from qtrain.models.hf.impl import HfModel
 from qtrain.models.hf.readers.declared import KEY, READERS
 from qtrain.quant import Scheme
-from qtrain.quant.export_codes import trained_codes
+from qtrain.quant.export_codes import trained_codes, values_of
 from qtrain.train.assembly.exports import export_folders
 from qtrain.train.assembly.measured import MeasuredModel
 from qtrain.train.eval.language import mean_loss
@@ -253,8 +253,7 @@ def dequantized(measurement: Measurement, dense: Path, codes: dict) -> nn.Module
     with torch.no_grad():
         for name, held in codes.items():
             weight = model.get_submodule(name).weight
-            value = held.dequantize(torch.float32)[:, : weight.shape[1]]  # packed rows may be padded
-            weight.copy_(value if held.tensor_scale is None else value * held.tensor_scale)
+            weight.copy_(values_of(held, weight))
     return model
 
 

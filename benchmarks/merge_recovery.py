@@ -26,8 +26,7 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.models.adapters.lora import merge_format
-from qtrain.quant.export_codes import new_codes
-from qtrain.quant.merged_linear import values_of
+from qtrain.quant.export_codes import new_codes, values_of
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import Count
 

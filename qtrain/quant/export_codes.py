@@ -116,6 +116,12 @@ def new_codes(value: Tensor, wanted: OperandFormat) -> QuantizedTensor:
     return quantize_rows(value, wanted, NEAREST, False)
 
 
+def values_of(codes: QuantizedTensor, like: Tensor) -> Tensor:
+    """The values of codes of `like` [N, K], in its dtype."""
+    values = codes.dequantize(torch.float32)[:, : like.shape[1]]  # packed rows may be padded
+    return (values if codes.tensor_scale is None else values * codes.tensor_scale).to(like.dtype)
+
+
 def _ternary_codes(value: Tensor, wanted: OperandFormat) -> QuantizedTensor:
     """Codes of a value that has been ternary already. Its mean is not its scale, unless no element is 0."""
     scale = value.abs().amax().float().view(1)

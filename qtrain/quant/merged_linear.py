@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, Rounding
+from qtrain.quant.export_codes import values_of
 from qtrain.quant.quantizers import quantize_rows
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import StoredWeight
@@ -61,12 +62,6 @@ def merged_codes(merged: Tensor, fmt: OperandFormat, key: Tensor) -> QuantizedTe
     return quantize_rows(merged, fmt, Rounding(key, ROUNDED_TENSORS.index("w")), False)
 
 
-def values_of(codes: QuantizedTensor, like: Tensor) -> Tensor:
-    """The values of codes of `like` [N, K], in its dtype."""
-    values = codes.dequantize(torch.float32)[:, : like.shape[1]]
-    return (values if codes.tensor_scale is None else values * codes.tensor_scale).to(like.dtype)
-
-
 def merged_weight(weight: Tensor, adapters: tuple[Adapter, ...], scale: float) -> Tensor:
     """w + scale · B·A [N, K], summed in fp32 and rounded once to the weight's dtype."""
     value = weight.dequantize(weight.dtype) if isinstance(weight, StoredWeight) else weight.detach()
@@ -78,10 +73,10 @@ def merged_weight(weight: Tensor, adapters: tuple[Adapter, ...], scale: float) -
 
 class MergedLinear(nn.Linear):
     """A linear with its adapters merged. trained: the format of the codes that training multiplied, which are those of
-    `merged_codes` with number as the key."""
+    `merged_codes` with `key`."""
 
     trained: OperandFormat | None = None
-    number = 0
+    key: Tensor
 
 
 class MergedLinearFunction(torch.autograd.Function):

@@ -20,8 +20,8 @@ from qtrain.models import (
 from qtrain.models.adapters.lora import LoraLinear, lora_linears
 from qtrain.models.hf.quantized_export import export_quantized
 from qtrain.quant import quantize_linears
-from qtrain.quant.export_codes import new_codes
-from qtrain.quant.merged_linear import Adapter, Merge, merge_key, merged_codes, merged_linear, values_of
+from qtrain.quant.export_codes import new_codes, values_of
+from qtrain.quant.merged_linear import Adapter, Merge, merge_key, merged_codes, merged_linear
 from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.models.hf.codes_reader import load_tensors, read_matrix
 from tests.models.hf.readers.coded import source_of

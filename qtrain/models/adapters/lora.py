@@ -89,7 +89,6 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.ParameterList(nn.Parameter(torch.zeros(p.stop - p.start, lora.r, **like)) for p in adapted)
         self.merge_format = None if lora.merge_format is None else merge_format(lora.merge_format).weight
         """The format of the merged weight that forward multiplies; None: it multiplies the base."""
-        self.number = number
         self.register_buffer("merge_key", merge_key(number).to(base.weight.device), persistent=False)
         self.magnitude: nn.ParameterList | None = None
         if lora.dora:
@@ -180,7 +179,7 @@ class LoraLinear(nn.Module):
             weight[rows] = self.add_adapter(i, weight[rows])
         with torch.device("meta"):
             linear = MergedLinear(self.in_features, self.out_features, bias=self.bias is not None)
-        linear.trained, linear.number = self.merge_format, self.number
+        linear.trained, linear.key = self.merge_format, self.merge_key
         linear.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
         linear.bias = self.bias
         return linear

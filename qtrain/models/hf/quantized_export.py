@@ -34,7 +34,7 @@ from qtrain.quant.export_codes import (
     trained_codes,
     why_not_held,
 )
-from qtrain.quant.merged_linear import MergedLinear, merge_key, merged_codes
+from qtrain.quant.merged_linear import MergedLinear, merged_codes
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 HEAD = "lm_head"
@@ -150,7 +150,7 @@ class WeightsInCodes:
     def _new_codes(self, name: str) -> QuantizedTensor:
         value, wanted = self.high_precision(name), self.fmt.weight
         if self._merged(name):
-            return merged_codes(value, wanted, merge_key(self._linears[name].number).to(value.device))
+            return merged_codes(value, wanted, self._linears[name].key.to(value.device))
         return new_codes(value, wanted)
 
     def _trained_codes(self, name: str) -> list[QuantizedTensor]:

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qtrain.kernels.cross_entropy import cross_entropy
 from qtrain.kernels.elementwise import add_in_order, scaled
+from qtrain.models.native.mlp_chunks import ALIGNMENT
 
 
 class LossSums(NamedTuple):
@@ -68,17 +69,13 @@ def cross_entropy_sums(
     return LossSums(*entropy(logits, labels, z_loss, False).sum(dim=1))
 
 
-TILE_ROWS = 128
-"""Rows of a GEMM's tile."""
-
-
 def chunk_rows(tokens: int, chunks: int, large: bool) -> int:
     """Tokens per chunk: `tokens` / `chunks`, in whole tiles; for 0 chunks about 8192 if `large` (GPUs need large
     GEMMs), else 1024."""
     chunks = chunks or -(-tokens // (8192 if large else 1024))
     rows = max(1, -(-tokens // max(1, chunks)))
     # A chunk is the sum's length of the head's gradient, which tensor cores take in multiples of 16.
-    return -(-rows // TILE_ROWS) * TILE_ROWS if rows > TILE_ROWS else rows
+    return -(-rows // ALIGNMENT) * ALIGNMENT if rows > ALIGNMENT else rows
 
 
 class _PlainHead(torch.autograd.Function):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from qtrain.core.errors import UserError
-from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.scheme import LowBitScheme, Scheme
 from qtrain.quant.schemes.int8_weight import Int8Weight, StoredWeightScheme
 from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
@@ -127,6 +127,11 @@ def keeping_scheme(fmt: OperandFormat | None, quantize: str) -> LowBitScheme | N
     elif quantize != "bf16":
         return None
     return scheme and scheme.derived(keeps_codes=True)
+
+
+def keeps_codes(scheme: Scheme) -> bool:
+    """Whether linears have the codes of --model."""
+    return isinstance(scheme.root, LowBitScheme) and scheme.root.keeps_codes
 
 
 def base_scheme(name: str, quantize: str) -> LowBitScheme:

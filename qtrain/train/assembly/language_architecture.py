@@ -27,9 +27,10 @@ from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
-from qtrain.quant import LinearChoice, LowBitScheme, Scheme
+from qtrain.quant import LinearChoice, Scheme
 from qtrain.quant.choices import find_linears
 from qtrain.quant.quantized_model import SharedWeight
+from qtrain.quant.schemes.frozen_base import keeps_codes
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
@@ -158,8 +159,7 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
-        keeps = isinstance(scheme.root, LowBitScheme) and scheme.root.keeps_codes
-        return linears_without_codes(self.declared, self.empty) if keeps else {}
+        return linears_without_codes(self.declared, self.empty) if keeps_codes(scheme) else {}
 
     def _describe_codes(self, linears: Sequence[LinearChoice]) -> str:
         """The plan's line on a checkpoint in codes."""

@@ -72,12 +72,12 @@ def plan_language_run(
     if checked.scheme.root.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
     _check_8bit(settings, model_config)
-    found = flops_per_token(model_config, settings.seq_len)
-    flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
+    flops = _flops_by_kind(model_config, settings.seq_len)
     of_layers = layer_linears(model_config)
     counted = count_parameters(model_config)
 
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
+    low_bit = _low_bit_bytes(checked, model_config, linears, trained)
 
     def memory_on(mesh: Mesh, reshards: bool) -> Peak:
         planned = replace(checked, mesh=mesh, reshards=reshards)
@@ -92,14 +92,14 @@ def plan_language_run(
         moe=model_config.moe is not None,
         again=forward_again(model_config, recompute_kinds(settings)),
         memory_on=memory_on,
-        between=_between_products(checked, model_config, linears, trained),
+        between=_between_products(checked, model_config, linears, trained, low_bit),
         # A tied one stays.
         embedding_bytes=0.0 if model_config.tie_word_embeddings else counted.embedding / 2 * checked.dtype.itemsize,
         moved_bytes=moved_bytes(
             own_config,
             _step_shape(checked),
             checked.geometry.gradient_accumulation,
-            _low_bit_bytes(checked, own_config, linears, trained),
+            low_bit,
             trained or all_of(own_config, checked.dtype.itemsize),
         ),
         traffic=lambda: _traffic(checked, model_config, linears, trained),
@@ -113,19 +113,21 @@ def _between_products(
     model_config: ModelConfig,
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
+    low_bit: LowBitBytes,
 ) -> BetweenProducts:
-    step = _step_shape(checked)
-
-    def per_token(step: StepShape, trained: TrainedPart | None) -> float:
-        low_bit = _low_bit_bytes(checked, model_config, linears, trained)
-        return between_products(model_config, step, low_bit, trained.adapters if trained else ())
-
-    flops = flops_per_token(model_config, MEASURED_SEQUENCE)
+    """low_bit: of the run."""
+    step, adapters = _step_shape(checked), trained.adapters if trained else ()
+    in_full = _low_bit_bytes(checked, model_config, linears, None) if adapters else low_bit
     return BetweenProducts(
-        run=per_token(step, trained),
-        measured=per_token(replace(step, recompute=frozenset()), None),
-        flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
+        run=between_products(model_config, step, low_bit, adapters),
+        measured=between_products(model_config, replace(step, recompute=frozenset()), in_full),
+        flops=_flops_by_kind(model_config, MEASURED_SEQUENCE),
     )
+
+
+def _flops_by_kind(model_config: ModelConfig, seq_len: int) -> dict[str, float]:
+    found = flops_per_token(model_config, seq_len)
+    return {"blocks": found.blocks, "head": found.head, "attention": found.attention}
 
 
 def _check_8bit(settings: TrainSettings, model_config: ModelConfig) -> None:

@@ -23,6 +23,7 @@ from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.scheme_map import SchemeMap, with_overrides
 from qtrain.quant.schemes.auto import Auto
+from qtrain.quant.schemes.frozen_base import keeps_codes
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.tensors.stored_weight import rows_divide
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
@@ -199,11 +200,6 @@ def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
 
-def _keeps_codes(o: Options) -> bool:
-    """Whether the frozen base has the codes of --model."""
-    return isinstance(o.scheme.root, LowBitScheme) and o.scheme.root.keeps_codes
-
-
 def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
     """Whether something is kept in 8 bits where one of these kinds is recomputed."""
     return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
@@ -371,13 +367,13 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize_kwargs", "--lora base",
         lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
-    *(Exclusion(f"--{name}", KEPT, lambda o, name=name: _keeps_codes(o) and getattr(o.settings, name) > 1,
+    *(Exclusion(f"--{name}", KEPT, lambda o, name=name: keeps_codes(o.scheme) and getattr(o.settings, name) > 1,
           "the frozen base keeps the codes of --model, which it does not divide", OTHER_BASE)
       for name in ("tp", "ep")),
-    Exclusion("--quantize_kwargs", KEPT, lambda o: _keeps_codes(o) and o.settings.quantize_kwargs,
+    Exclusion("--quantize_kwargs", KEPT, lambda o: keeps_codes(o.scheme) and o.settings.quantize_kwargs,
         "the products of a base in the codes of --model have no options", f"{OTHER_BASE}, or leave it out"),
     Exclusion("--reshard_after_forward", KEPT,
-        lambda o: _keeps_codes(o) and not rows_divide(o.scheme.root.stored_format)
+        lambda o: keeps_codes(o.scheme) and not rows_divide(o.scheme.root.stored_format)
         and o.settings.reshard_after_forward == "always" and run_world(o.settings) > 1,
         "the frozen base keeps FP8 codes with a scale per 128x128, which are not divided by rows",
         f"{OTHER_BASE}, or leave it out"),

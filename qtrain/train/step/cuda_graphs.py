@@ -160,6 +160,7 @@ class StepGraphs:
             if graph is not None:
                 graph.reset()
         self._micro_steps.clear()
+        self._gradients.clear()
         self._refresh = None
 
     def _follow_map(self) -> None:
@@ -169,7 +170,7 @@ class StepGraphs:
         self._assignments = self._quantized.assignments
         self.release()
         # A pool whose graphs are gone cannot be used again.
-        self._pool, self._gradients, self._runs = torch.cuda.graph_pool_handle(), {}, {}
+        self._pool, self._runs = torch.cuda.graph_pool_handle(), {}
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1
