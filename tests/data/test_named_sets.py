@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import datasets
 import pytest
 
 import tokenize_data
@@ -11,6 +10,8 @@ from qtrain.data.named_sets import NAMED_SETS, named_set
 from qtrain.data.stream import StreamContext, open_stream
 from qtrain.data.text.manifest import read_manifest
 from tests.system import ROOT, call
+
+datasets = pytest.importorskip("datasets", reason="pip install datasets")
 
 
 @pytest.fixture

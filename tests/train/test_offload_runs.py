@@ -41,11 +41,13 @@ def run(name: str, names: tuple[str, ...] | None, **settings) -> Path:
     return only_run(Path(name))
 
 
-def assert_same_run(one: Path, other: Path, steps: int = 5) -> None:
+def assert_same_run(one: Path, other: Path, steps: int = 5, but: str | None = None) -> None:
+    """but: a tensor of the checkpoints that may differ."""
     assert losses(one)[-steps:] == losses(other)[-steps:]
     saved, also = (contents(folder / "checkpoints/00000004") for folder in (one, other))
     assert saved.keys() == also.keys()
-    assert [key for key in saved if not torch.equal(saved[key], also[key])] == []
+    apart = [key for key in saved if not torch.equal(saved[key], also[key])]
+    assert [key for key in apart if key != but] == []
 
 
 ALL, BOTH = OFFLOAD_NAMES, ("weights", "gradients")
@@ -117,13 +119,15 @@ def test_layers_in_chunks_take_their_inputs_and_weights_from_the_host():
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_on_a_gpu_too_compiled_or_recorded(graphs):
-    """Pinned memory, and streams of their own; of adapters, and of a run in which all weights train."""
+    """Pinned memory, and streams of their own; of adapters, and of a run in which all weights train. The state
+    of the CPU's generator, of which no value of these runs is drawn, differs after compiling."""
+    same = {"steps": 9, "but": "rng.0.torch"}
     settings = {"device": "cuda", "compile": True, "cuda_graphs": graphs, "n_steps": 8, "ckpt_interval": 4}
     settings |= {"activation_checkpointing": "full"}
-    assert_same_run(tune("without", (), **settings), tune("with", ("weights", "residuals", "m"), **settings), steps=9)
+    assert_same_run(tune("without", (), **settings), tune("with", ("weights", "residuals", "m"), **settings), **same)
     chunked = {**settings, "mlp_chunks": 2, "seq_len": 256}
-    assert_same_run(tune("chunks", (), **chunked), tune("and", ("weights", "residuals"), **chunked), steps=9)
-    assert_same_run(run("all", None, **settings), run("moved", ALL, **settings), steps=9)
+    assert_same_run(tune("chunks", (), **chunked), tune("and", ("weights", "residuals"), **chunked), **same)
+    assert_same_run(run("all", None, **settings), run("moved", ALL, **settings), **same)
 
 
 @pytest.mark.parametrize(
