@@ -2,6 +2,8 @@
 sample of docs/extending.md is the code that it describes."""
 
 import dataclasses
+import inspect
+import pkgutil
 import re
 import shlex
 
@@ -10,6 +12,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import llm_pretrain
+from qtrain import optim
 from qtrain.core.config import parse
 from qtrain.models import EXPORT_FORMATS
 from qtrain.models.hf.formats.table import exports_table
@@ -90,3 +93,17 @@ def test_the_table_of_exports_is_that_of_the_declarations():
     assert text[text.index("| scheme |") :] == exports_table()
     named = set(re.findall(r"`(\w+)`", text[text.index("## Formats") : text.index("## What is equal")]))
     assert set(EXPORT_FORMATS.names()) <= named
+
+
+PYTHON = (ROOT / "docs/python.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(qtrain\.[\w.]+)", PYTHON))))
+def test_a_name_of_the_library_is_one(name):
+    assert callable(pkgutil.resolve_name(name)) or name == "qtrain.optim"
+
+
+def test_the_library_page_lists_every_optimizer():
+    made = {name for name in optim.__all__ if inspect.isfunction(getattr(optim, name)) and name[0].isupper()}
+    section = PYTHON.split("## `qtrain.optim`")[1].split("##")[0]
+    assert made <= set(re.findall(r"`(\w+)`", section))
