@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from qtrain.comm.ranks import all_gather, from_rank_0, note_step, rank
-from qtrain.comm.wire import sent
+from qtrain.comm.wire import all_gather_rows, sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
+from qtrain.core.gpu_sensors import GpuSensors
 from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
@@ -25,7 +26,7 @@ from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.scheme_map import spec_text
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
-from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
+from qtrain.train.log.metrics import TOKENS, MetricsLog, Rate, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
@@ -85,7 +86,9 @@ class Training:
         )
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
-        self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
+        self.sensors = GpuSensors(run.device)
+        skip_steps = 2 if graphs is None else WARM_UP + 2
+        self.throughput = Throughput(run.device, skip_steps, self.sensors.joules)
         self._save_ended = False
         # Where one scheme is for all linears, the map is no news.
         self._told = run.quantized.assignments - bool(settings.quantize_overrides)
@@ -172,6 +175,7 @@ class Training:
         # The backward pass below updates the weights itself.
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
+        self.throughput.clock.begin()
         gradients = compute_gradients(
             run.model,
             self.forward,
@@ -182,6 +186,7 @@ class Training:
             self.in_backward,
             parallel=run.parallel,
             stop_signal=SAVE_ENDED if run.background.ended else stop.number,
+            clock=self.throughput.clock,
         )
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         if not gradients.finite:
@@ -196,6 +201,7 @@ class Training:
             in_backward=self.in_backward,
             parallel=run.parallel,
         )
+        self.throughput.clock.mark("optimizer")
         self.balance.end_step()
         state.step += 1
         note_step(state.step)
@@ -231,6 +237,8 @@ class Training:
             raise
 
     def _log_step(self, status: StatusLine, gradients: Gradients, lr: float) -> None:
+        # Before the device is waited for: it still runs the update.
+        gpu = self.sensors.read()
         state, rate, memory = self.run.state, self.throughput.read(), peak_memory(self.run.device)
         record = {
             "step": state.step,
@@ -248,7 +256,7 @@ class Training:
         speed: dict[str, float | None] = {unit.rate: None, "sol": None, "mfu": None, "data_wait": None}
         if rate is not None:
             speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
-        self._record(record | speed)
+        self._record(record | speed | self._device_metrics(gpu, rate))
         status.update(
             state.step,
             loss=gradients.loss,
@@ -258,6 +266,25 @@ class Training:
             memory=memory,
             step_s=rate.step_s if rate else None,
         )
+
+    def _device_metrics(self, gpu: dict[str, Any], rate: Rate | None) -> dict[str, Any]:
+        """What the device does: of this rank, but `joules_token` of all. Keys that are not known are left out."""
+        if rate is None:
+            power = self.sensors.power()
+            return {"gpu": gpu | ({} if power is None else {"power": power})} if self.sensors.available else {}
+        found: dict[str, Any] = {"ms": {kind: round(ms, 3) for kind, ms in rate.ms.items()}} if rate.ms else {}
+        if self.plan.unit is TOKENS:
+            found["hours_billion"] = 1e9 / rate.tok_s / 3600
+        joules = math.nan if rate.joules_token is None else rate.joules_token
+        if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
+            # Each rank asks its own GPU. A sum that lacks one of them is none.
+            joules = float(all_gather_rows(torch.tensor([joules], device=self.run.device)).sum())
+        if math.isfinite(joules):
+            found["joules_token"] = joules
+        if self.sensors.available:
+            power = self.sensors.power() if rate.power is None else rate.power
+            found["gpu"] = gpu | ({} if power is None else {"power": round(power, 1)})
+        return found
 
     def _changed_map(self) -> dict[str, Any]:
         """How many linears run in which scheme: at first, and whenever some have been reassigned."""

@@ -6,12 +6,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from qtrain.train.log.step_clock import StepClock
 
 log = logging.getLogger("qtrain")
 
@@ -20,6 +22,8 @@ log = logging.getLogger("qtrain")
 
 def _finite(value: Any) -> Any:
     """None for NaN and Inf, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -71,7 +75,7 @@ class MetricsLog:
         os.replace(shorter, self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record of numbers, strings and flat lists. NaN and Inf become null."""
+        """Append one record of numbers, strings, flat lists and objects of these. NaN and Inf become null."""
         assert isinstance(record.get("step"), int), "a record without a step could not be removed on resume"
         line = json.dumps({key: _finite(value) for key, value in record.items()}) + "\n"
         self._append(line.encode())
@@ -114,6 +118,10 @@ class MetricsLog:
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
+ENERGY_SECONDS = 1.0
+"""Shortest time over which power is averaged: NVML's energy counter moves some ten times a second."""
+
+
 @dataclass(frozen=True)
 class Rate:
     """Speed over some steps: tokens per second, seconds per step, fraction of the time spent waiting for data."""
@@ -121,6 +129,12 @@ class Rate:
     tok_s: float
     step_s: float
     data_wait: float
+    ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per step by kind of work (`StepClock`), and those spent waiting for data."""
+    power: float | None = None
+    """Mean watts of this rank's device while it trained; None without an energy counter."""
+    joules_token: float | None = None
+    """Its joules over the tokens of all ranks."""
 
 
 @dataclass
@@ -136,30 +150,47 @@ class _Sums:
         return Rate(self.tokens / self.seconds, self.seconds / self.steps, min(self.data_wait / self.seconds, 1.0))
 
 
+@dataclass
+class _Energy:
+    tokens: int = 0
+    seconds: float = 0.0
+    joules: float = 0.0
+
+
 class Throughput:
     """Tokens over the time spent training.
 
     The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
     checkpoints, samples) do not count. A GPU is synchronized where counted time begins or ends, so that queued work
-    counts on the right side; `step()` itself does not synchronize.
+    counts on the right side; `step()` itself does not synchronize. joules: reads the device's energy counter, where
+    counted time begins or ends too.
     """
 
-    def __init__(self, device: torch.device, skip_steps: int = 2):
-        self._device = device
+    def __init__(self, device: torch.device, skip_steps: int = 2, joules: Callable[[], float | None] = lambda: None):
+        self._device, self._joules = device, joules
         self._to_skip = skip_steps
-        self._since = time.perf_counter()
+        self._since, self._joules_since = time.perf_counter(), joules()
         self._window = _Sums()
+        self._energy, self._power = _Energy(), (None, None)
+        self.clock = StepClock(device)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def _begin_time(self) -> None:
+        self._since, self._joules_since = self._now(), self._joules()
+
     def _count_time(self) -> None:
-        now = self._now()
-        if not self._to_skip:
-            self._window.seconds += now - self._since
-        self._since = now
+        since, joules_since = self._since, self._joules_since
+        self._begin_time()
+        if self._to_skip:
+            return
+        self._window.seconds += self._since - since
+        if joules_since is not None and self._joules_since is not None:
+            self._energy.seconds += self._since - since
+            self._energy.joules += self._joules_since - joules_since
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -168,7 +199,7 @@ class Throughput:
         try:
             yield
         finally:
-            self._since = self._now()
+            self._begin_time()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -182,12 +213,14 @@ class Throughput:
 
     def step(self, tokens: int) -> None:
         """An optimizer step over `tokens` tokens (of all ranks) has been issued."""
+        self.clock.end(counts=not self._to_skip)
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
-                self._since = self._now()
+                self._begin_time()
             return
         self._window.tokens += tokens
+        self._energy.tokens += tokens
         self._window.steps += 1
 
     def read(self) -> Rate | None:
@@ -195,7 +228,20 @@ class Throughput:
         # Synchronizes: the steps that were counted have run.
         self._count_time()
         window, self._window = self._window, _Sums()
-        return window.rate()
+        ms, rate = self.clock.read(), window.rate()
+        if rate is None:
+            return None
+        power, joules_token = self._mean_power()
+        ms = {"data": 1000 * rate.data_wait * rate.step_s, **ms} if ms else {}
+        return replace(rate, ms=ms, power=power, joules_token=joules_token)
+
+    def _mean_power(self) -> tuple[float | None, float | None]:
+        """Watts and joules per token; until they are of ENERGY_SECONDS, those before."""
+        energy = self._energy
+        if energy.seconds >= ENERGY_SECONDS and energy.tokens:
+            self._power = energy.joules / energy.seconds, energy.joules / energy.tokens
+            self._energy = _Energy()
+        return self._power
 
 
 @dataclass(frozen=True)
