@@ -35,6 +35,16 @@ from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import TIME_UP, StopSignals
+from qtrain.train.spikes import (
+    MAX_REWINDS,
+    MAX_SKIPS_IN_ROW,
+    WINDOW,
+    Spike,
+    SpikeGuard,
+    drop_gradients,
+    newest_checkpoint,
+    stopped,
+)
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
@@ -80,6 +90,8 @@ class Training:
         resumed = run.folder.resumed_from is not None
         # Only rank 0 has a log to truncate: the others' is the null device.
         self.metrics = MetricsLog(self._metrics_path, state.step if resumed and rank() == 0 else None)
+        self.spikes = SpikeGuard(settings, self._past_records() if settings.on_spike != "off" else ())
+        self._rewound = False
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = from_rank_0(
             lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
@@ -97,6 +109,10 @@ class Training:
     def _metrics_path(self) -> Path:
         """Rank 0 writes the metrics of all."""
         return self.run.folder.path / "metrics.jsonl" if rank() == 0 else Path(os.devnull)
+
+    def _past_records(self) -> list[dict[str, Any]]:
+        """Of the last steps of a resumed run, which later ones are compared with: the same on all ranks."""
+        return from_rank_0(lambda: read_metrics(self.metrics.path)[-2 * WINDOW :])
 
     def _open_trackers(self) -> Trackers:
         run, settings = self.run, self.run.settings
@@ -126,7 +142,7 @@ class Training:
                 while not self._ended and not stop.requested:
                     self._step(status, stop)
                     profiler.step()
-                    if not stop.requested or self._ended:
+                    if not self._rewound and (not stop.requested or self._ended):
                         self._between_steps()
                 if not self._ended:
                     self._save(wait=True)
@@ -188,19 +204,28 @@ class Training:
             stop_signal=SAVE_ENDED if run.background.ended else stop.number,
             clock=self.throughput.clock,
         )
+        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
+        self._save_ended = gradients.stop_signal == SAVE_ENDED
+        if not self._save_ended:
+            stop.agree(gradients.stop_signal)
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
-        if not gradients.finite:
+        spike = self.spikes.check(state.step + 1, gradients)
+        if spike is None and not gradients.finite:
             raise self._nonfinite(gradients)
-        apply_gradients(
-            run.optimizer,
-            run.quantized,
-            gradients,
-            lr=lr,
-            clip_grad_norm=settings.clip_grad_norm,
-            graphs=self.graphs,
-            in_backward=self.in_backward,
-            parallel=run.parallel,
-        )
+        self._rewound = spike is not None and self._answer(spike, gradients, positions[-1])
+        if self._rewound:
+            return
+        if spike is None:
+            apply_gradients(
+                run.optimizer,
+                run.quantized,
+                gradients,
+                lr=lr,
+                clip_grad_norm=settings.clip_grad_norm,
+                graphs=self.graphs,
+                in_backward=self.in_backward,
+                parallel=run.parallel,
+            )
         self.throughput.clock.mark("optimizer")
         self.balance.end_step()
         state.step += 1
@@ -208,17 +233,52 @@ class Training:
         state.tokens += gradients.tokens
         # Where the stream stands after this step: a resumed run begins there.
         state.data = positions[-1]
-        if run.ema is not None:
+        if run.ema is not None and spike is None:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
-        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
-        self._save_ended = gradients.stop_signal == SAVE_ENDED
-        if not self._save_ended:
-            stop.agree(gradients.stop_signal)
         if state.step == self.first_step + 1 and sent:
             log.info("wire    %s", self._wire_line())
-        if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
+        if spike is not None or state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
+
+    def _answer(self, spike: Spike, gradients: Gradients, position: dict[str, Any]) -> bool:
+        """What --on_spike does before the update. position: in the data, after the batch. Returns whether the run has
+        returned to a checkpoint; else the batch is skipped. Raises TrainingStopped."""
+        run, guard, updated = self.run, self.spikes, self.in_backward is not None
+        step = run.state.step + 1
+        self.balance.discard_step()
+        if guard.action == "rewind":
+            self._finish_save()
+            if path := newest_checkpoint(run):
+                run.state.data = position
+                with self.throughput.pause():
+                    line = guard.rewind(run, spike, path)
+                if line is None:
+                    why = f"{MAX_REWINDS} returns to that checkpoint have not helped"
+                    raise stopped(step, spike, path, why=why, updated=updated)
+                log.warning("%s", line)
+                self._log_again()
+                return True
+            if updated:
+                raise stopped(step, spike, None, updated=True)
+        if guard.action != "stop" and (line := guard.skip(run, spike)):
+            log.warning("%s", line)
+            return False
+        if not gradients.finite:
+            raise self._nonfinite(gradients)
+        if not updated:
+            drop_gradients(run)
+            self._save(wait=True)
+        why = "" if guard.action == "stop" else f"{MAX_SKIPS_IN_ROW} batches in a row have been skipped"
+        raise stopped(step, spike, newest_checkpoint(run), why=why, updated=updated)
+
+    def _log_again(self) -> None:
+        """After a return to a checkpoint: the steps that follow are logged in place of those that had been."""
+        self.metrics.close()
+        self.metrics = MetricsLog(self._metrics_path, self.run.state.step if rank() == 0 else None)
+        self.trackers.close()
+        self.trackers = self._open_trackers()
+        note_step(self.run.state.step)
 
     @staticmethod
     def _wire_line() -> str:
@@ -247,6 +307,7 @@ class Training:
             "lr": lr,
             **self.balance.metrics(),
             **self._changed_map(),
+            **self.spikes.record(),
             self.plan.unit.many: state.tokens,
             "data": state.data,
             "mem": memory,

@@ -184,6 +184,11 @@ class ExpertBalance:
             dist.all_reduce(self._model.expert_load.step, group=self._mesh.dp_group)
         self._model.end_step(self._bias_rate)
 
+    def discard_step(self) -> None:
+        """Forget the routes of a step that is not applied."""
+        if self._model is not None:
+            self._model.expert_load.step.zero_()
+
     def metrics(self) -> dict[str, float]:
         """The load since the last call (`ExpertLoad.read`)."""
         return {} if self._model is None else self._model.expert_load.read()
