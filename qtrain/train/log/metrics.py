@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qtrain.train.log.energy import EnergyMeter
 from qtrain.train.log.step_clock import StepClock
 
 log = logging.getLogger("qtrain")
@@ -118,10 +119,6 @@ class MetricsLog:
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
-ENERGY_SECONDS = 1.0
-"""Shortest time over which power is averaged: NVML's energy counter moves some ten times a second."""
-
-
 @dataclass(frozen=True)
 class Rate:
     """Speed over some steps: tokens per second, seconds per step, fraction of the time spent waiting for data."""
@@ -150,28 +147,22 @@ class _Sums:
         return Rate(self.tokens / self.seconds, self.seconds / self.steps, min(self.data_wait / self.seconds, 1.0))
 
 
-@dataclass
-class _Energy:
-    tokens: int = 0
-    seconds: float = 0.0
-    joules: float = 0.0
-
-
 class Throughput:
     """Tokens over the time spent training.
 
     The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
     checkpoints, samples) do not count. A GPU is synchronized where counted time begins or ends, so that queued work
-    counts on the right side; `step()` itself does not synchronize. joules: reads the device's energy counter, where
-    counted time begins or ends too.
+    counts on the right side; `step()` itself does not synchronize. joules: reads the device's energy counter.
     """
 
     def __init__(self, device: torch.device, skip_steps: int = 2, joules: Callable[[], float | None] = lambda: None):
-        self._device, self._joules = device, joules
+        self._device = device
         self._to_skip = skip_steps
-        self._since, self._joules_since = time.perf_counter(), joules()
+        self._since = time.perf_counter()
         self._window = _Sums()
-        self._energy, self._power = _Energy(), (None, None)
+        self._energy = EnergyMeter(joules)
+        if not skip_steps:
+            self._energy.begin()
         self.clock = StepClock(device)
 
     def _now(self) -> float:
@@ -179,27 +170,23 @@ class Throughput:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _begin_time(self) -> None:
-        self._since, self._joules_since = self._now(), self._joules()
-
     def _count_time(self) -> None:
-        since, joules_since = self._since, self._joules_since
-        self._begin_time()
-        if self._to_skip:
-            return
-        self._window.seconds += self._since - since
-        if joules_since is not None and self._joules_since is not None:
-            self._energy.seconds += self._since - since
-            self._energy.joules += self._joules_since - joules_since
+        now = self._now()
+        if not self._to_skip:
+            self._window.seconds += now - self._since
+            self._energy.count(seconds=now - self._since)
+        self._since = now
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Time inside does not count as training."""
         self._count_time()
+        self._energy.end()
         try:
             yield
         finally:
-            self._begin_time()
+            self._since = self._now()
+            self._energy.begin()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -217,10 +204,11 @@ class Throughput:
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
-                self._begin_time()
+                self._since = self._now()
+                self._energy.begin()
             return
         self._window.tokens += tokens
-        self._energy.tokens += tokens
+        self._energy.count(tokens=tokens)
         self._window.steps += 1
 
     def read(self) -> Rate | None:
@@ -231,17 +219,9 @@ class Throughput:
         ms, rate = self.clock.read(), window.rate()
         if rate is None:
             return None
-        power, joules_token = self._mean_power()
+        self._energy.update()
         ms = {"data": 1000 * rate.data_wait * rate.step_s, **ms} if ms else {}
-        return replace(rate, ms=ms, power=power, joules_token=joules_token)
-
-    def _mean_power(self) -> tuple[float | None, float | None]:
-        """Watts and joules per token; until they are of ENERGY_SECONDS, those before."""
-        energy = self._energy
-        if energy.seconds >= ENERGY_SECONDS and energy.tokens:
-            self._power = energy.joules / energy.seconds, energy.joules / energy.tokens
-            self._energy = _Energy()
-        return self._power
+        return replace(rate, ms=ms, power=self._energy.watts, joules_token=self._energy.joules_token)
 
 
 @dataclass(frozen=True)

@@ -155,29 +155,30 @@ def test_the_fraction_of_time_spent_waiting_for_data():
     assert 0.5 < meter.read().data_wait < 0.9
 
 
-def test_energy_counts_where_time_counts_and_is_averaged_over_a_second(monkeypatch):
-    """50 W in training, other powers in compilation and an evaluation; a window under a second keeps the mean."""
-    now, joules = [0.0], [0.0]
+def test_energy_counts_where_time_counts_and_is_averaged_over_seconds(monkeypatch):
+    """50 W in training, other powers in compilation and an evaluation; a shorter time keeps the mean before it."""
+    now, joules, reads = [0.0], [0.0], []
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def passes(seconds: float, used: float) -> None:
         now[0] += seconds
         joules[0] += used
 
-    meter = Throughput(CPU, skip_steps=1, joules=lambda: joules[0])
+    meter = Throughput(CPU, skip_steps=1, joules=lambda: reads.append(1) or joules[0])
     passes(10, 1000)
     meter.step(7)
-    passes(0.5, 25)
-    meter.step(100)
-    short = meter.read()
-    assert short.tok_s == 200 and short.power is None and short.joules_token is None
-    passes(1, 50)
+    for _ in range(10):
+        passes(0.2, 10)
+        meter.step(100)
+        short = meter.read()
+        assert short.tok_s == pytest.approx(500) and short.power is None and short.joules_token is None
+    assert len(reads) == 1, "the counter is slow to read"
     with meter.pause():
         passes(5, 500)
-    passes(0.5, 25)
-    meter.step(300)
+    passes(4, 200)
+    meter.step(2000)
     rate = meter.read()
-    assert rate.power == pytest.approx(50) and rate.joules_token == pytest.approx(100 / 400)
+    assert rate.power == pytest.approx(50) and rate.joules_token == pytest.approx(300 / 3000)
     passes(0.1, 80)
     meter.step(100)
     assert meter.read().power == pytest.approx(50)
