@@ -181,12 +181,15 @@ class Throughput:
     def pause(self) -> Iterator[None]:
         """Time inside does not count as training."""
         self._count_time()
-        self._energy.end()
+        counts = not self._to_skip
+        if counts:
+            self._energy.end()
         try:
             yield
         finally:
             self._since = self._now()
-            self._energy.begin()
+            if counts:
+                self._energy.begin()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
