@@ -132,7 +132,7 @@ class Training:
                 stop = StopSignals(collective=run.parallel.mesh.world > 1, deadline=deadline)
                 stack.enter_context(stop)
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
-                profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
+                profiler = stack.enter_context(self._profiler())
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
@@ -163,6 +163,12 @@ class Training:
             command = resume_command(run.folder, run.script)
             log.info("stopped at step %d%s; resume with:\n  %s", run.state.step, why, command)
         return stop.exit_code
+
+    def _profiler(self) -> StepProfiler:
+        per_device = self.plan.tokens_per_step / self.plan.geometry.devices
+        floor = {kind: 1000 * per_device * seconds for kind, seconds in self.plan.seconds.items()}
+        path, enabled = self.run.folder.path, self.run.settings.profile
+        return StepProfiler(path, log, enabled=enabled, rank=rank(), floor=floor)
 
     def record_final(self, evaluation: Evaluation) -> None:
         """After `fit`: evaluate the trained weights once more, and record the results."""

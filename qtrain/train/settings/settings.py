@@ -201,7 +201,8 @@ class TrainSettings:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
     """Seed of random weights, data order, dropout and stochastic rounding."""
     profile: bool = False
-    """Record three steps with PyTorch's profiler and write the trace into the run folder."""
+    """Record three steps with PyTorch's profiler: the trace, and a table of kernels by kind beside the shortest time
+    that the plan allows, into the run folder."""
     dry_run: bool = False
     """Print the plan (sizes, memory, shortest time, what is quantized) and stop without training or writing."""
     gpu: str | None = None

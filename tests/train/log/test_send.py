@@ -1,7 +1,6 @@
 """A finished run sent to a tracker: what a live run would have sent, from damaged and repeated lines too."""
 
 import json
-import sqlite3
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.log import send, trackers
 from qtrain.train.log.send import current_records, send_run
+from tests.train.log.local_trackio import keep_locally, stored
 
 SAMPLES = [["def f", "(x):"]]
 
@@ -77,13 +77,13 @@ def test_wandb_gets_the_run_offline(run, monkeypatch):
 
 
 def test_trackio_gets_the_run_locally(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    keep_locally(monkeypatch, tmp_path / "trackio")
+    (run / "config.json").write_text('{"project": "sent"}')
     assert send_run(run, "trackio") == 6
-    with sqlite3.connect(tmp_path / "trackio/p.db") as connection:
-        rows = connection.execute("select step, metrics from metrics order by id").fetchall()
-    found = [(step, key, value) for step, metrics in rows for key, value in json.loads(metrics).items()]
-    assert [row for row in found if row[1] != "samples"] == EXPECTED
-    assert [(step, value["_value"]) for step, key, value in found if key == "samples"] == [
+    rows = stored("sent")
+    numbers = [(step, *item) for step, values in rows for item in values.items()]
+    assert [row for row in numbers if row[1] != "samples"] == EXPECTED
+    assert [(step, value["_value"]) for step, key, value in numbers if key == "samples"] == [
         (0, [{"prompt": "def f", "continuation": "(x):"}])
     ]
 

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import re
-import sqlite3
 import sys
 import time
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from qtrain.core.errors import UserError
 from qtrain.train.log import trackers
 from qtrain.train.log.trackers import TRACKERS, Tracker, Trackers, check_trackers, open_trackers
 from tests.system import ROOT
+from tests.train.log.local_trackio import keep_locally, stored
 
 
 class Recorder(Tracker):
@@ -170,17 +170,14 @@ def test_mlflow_goes_on_with_the_page_of_a_resumed_run(tmp_path, monkeypatch):
 
 
 def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "p", "r")
+    keep_locally(monkeypatch, tmp_path / "trackio")
+    opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "kept", "r")
     assert list(opened._open) == ["trackio"]
-    opened.log({"loss": 1.0}, 1)
     opened.log({"step": 3, "loss": 1.5, "gpu": {"power": 600.0}, "samples": [("def f", "(x):")]}, 3)
     opened.close()
-    (database,) = (tmp_path / "trackio").glob("*.db")
-    with sqlite3.connect(database) as connection:
-        rows = [json.loads(metrics) for (metrics,) in connection.execute("select metrics from metrics order by id")]
-    assert rows[1] == {"loss": 1.5, "gpu/power": 600.0}
-    assert rows[2]["samples"]["_value"] == [{"prompt": "def f", "continuation": "(x):"}]
+    (step, numbers), (_, table) = stored("kept")
+    assert step == 3 and numbers == {"loss": 1.5, "gpu/power": 600.0}
+    assert table["samples"]["_value"] == [{"prompt": "def f", "continuation": "(x):"}]
 
 
 def test_samples_reach_tensorboard(tmp_path):
