@@ -7,13 +7,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qtrain.comm.ranks import all_gather, from_rank_0, note_step, rank
-from qtrain.comm.wire import all_gather_rows, sent
+from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.gpu_sensors import GpuSensors
@@ -25,8 +26,9 @@ from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.scheme_map import spec_text
+from qtrain.train.log.device_metrics import device_metrics, joules_of_all
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
-from qtrain.train.log.metrics import TOKENS, MetricsLog, Rate, Throughput, read_metrics
+from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
@@ -323,7 +325,9 @@ class Training:
         speed: dict[str, float | None] = {unit.rate: None, "sol": None, "mfu": None, "data_wait": None}
         if rate is not None:
             speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
-        self._record(record | speed | self._device_metrics(gpu, rate))
+            if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
+                rate = replace(rate, joules_token=joules_of_all(rate.joules_token, self.run.device))
+        self._record(record | speed | device_metrics(self.sensors, gpu, rate, unit))
         status.update(
             state.step,
             loss=gradients.loss,
@@ -333,25 +337,6 @@ class Training:
             memory=memory,
             step_s=rate.step_s if rate else None,
         )
-
-    def _device_metrics(self, gpu: dict[str, Any], rate: Rate | None) -> dict[str, Any]:
-        """What the device does: of this rank, but `joules_token` of all. Keys that are not known are left out."""
-        if rate is None:
-            power = self.sensors.power()
-            return {"gpu": gpu | ({} if power is None else {"power": power})} if self.sensors.available else {}
-        found: dict[str, Any] = {"ms": {kind: round(ms, 3) for kind, ms in rate.ms.items()}} if rate.ms else {}
-        if self.plan.unit is TOKENS:
-            found["hours_billion"] = 1e9 / rate.tok_s / 3600
-        joules = math.nan if rate.joules_token is None else rate.joules_token
-        if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
-            # Each rank asks its own GPU. A sum that lacks one of them is none.
-            joules = float(all_gather_rows(torch.tensor([joules], device=self.run.device)).sum())
-        if math.isfinite(joules):
-            found["joules_token"] = joules
-        if self.sensors.available:
-            power = self.sensors.power() if rate.power is None else rate.power
-            found["gpu"] = gpu | ({} if power is None else {"power": round(power, 1)})
-        return found
 
     def _changed_map(self) -> dict[str, Any]:
         """How many linears run in which scheme: at first, and whenever some have been reassigned."""
