@@ -194,6 +194,7 @@ class Run:
     def rewind(self, path: Path) -> None:
         """Return to a checkpoint of this run, but for the place in the data: what was read since is not read again."""
         data = self.state.data
+        self.optimizer.drop_states()
         self._load(path)
         self.state.data = data
 
