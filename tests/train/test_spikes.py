@@ -173,10 +173,10 @@ def test_a_resumed_run_compares_with_the_steps_before():
 
 
 def test_a_clean_run_is_the_same_with_and_without(here):
-    for runs, settings in (("off", {}), ("rewind", {"on_spike": "rewind"})):
-        done = call(llm_pretrain.main, argv(**settings, n_steps=200, ckpt_interval=100, runs_dir=runs))
-        assert done.code == 0 and "on_spike" not in done.out, done.err
-    assert losses(only_run(Path("off"))) == losses(only_run(Path("rewind")))
+    done = call(llm_pretrain.main, argv(on_spike="rewind", n_steps=200, ckpt_interval=100, runs_dir="on"))
+    assert done.code == 0 and "on_spike" not in done.out, done.err
+    assert call(llm_pretrain.main, argv(runs_dir="off")).code == 0
+    assert path_of(trained("on"))[:44] == path_of(trained("off"))
 
 
 DELAYED = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed", "history": 16}}
@@ -191,7 +191,7 @@ DELAYED = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed
             {"optim": "muon", **LOWER},
             MIXTURE,
         ],
-        lambda chosen: chosen is not DELAYED,
+        lambda chosen: "micro_batch_size" not in chosen,
     ),
     ids=str,
 )
