@@ -327,7 +327,8 @@ class Training:
             speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
             if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
                 rate = replace(rate, joules_token=joules_of_all(rate.joules_token, self.run.device))
-        self._record(record | speed | device_metrics(self.sensors, gpu, rate, unit))
+        device = device_metrics(self.sensors, gpu, rate, unit)
+        self._record(record | speed | device)
         status.update(
             state.step,
             loss=gradients.loss,
@@ -335,6 +336,7 @@ class Training:
             tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,
+            power=device.get("gpu", {}).get("power"),
             step_s=rate.step_s if rate else None,
         )
 

@@ -62,6 +62,7 @@ def test_a_run_logs_its_device(tmp_path, monkeypatch):
     rows = [r for r in read_metrics(only_run(Path("runs")) / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in rows] == [4, 8, 12]
     assert all(r["gpu"] | {"power": 0} == {**Sensors().read(), "power": 0} for r in rows)
+    assert " W | " in done.out
     # 100 J between two readings, over the tokens between: two counted steps, then four.
     assert [r["joules_token"] for r in rows] == pytest.approx([100 / 256, 100 / 512, 100 / 512])
 
