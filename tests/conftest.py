@@ -82,9 +82,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     left = {} if torch.cuda.is_available() else dict(sampling.CASES)
     for item in items:
         function = item.nodeid.split("[")[0]
-        if skipped in item.keywords:
+        # A marker, not a keyword: those hold the names of folders too, of a checkout in one called gpu as well.
+        if item.get_closest_marker(skipped):
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif not os.environ.get("QTRAIN_FULL_SWEEP") and ("sweep" in item.keywords or left.get(function) == 0):
+        elif not os.environ.get("QTRAIN_FULL_SWEEP") and (item.get_closest_marker("sweep") or left.get(function) == 0):
             item.add_marker(pytest.mark.skip(reason="full sweep: make test-full"))
         elif function in left:
             left[function] -= 1

@@ -282,7 +282,12 @@ def test_the_run_folder_holds_what_the_design_says(here):
         128 * n for n in range(1, 10)
     ]
     keys = {"step", "loss", "grad_norm", "lr", "tok_s", "tokens", "sol", "mfu", "mem", "data", "data_wait", "time"}
-    assert all(r.keys() == keys for r in steps) and steps[-1]["sol"] > 0 and steps[-1]["data"] is not None
+    assert all(r.keys() - {"ms", "hours_billion"} == keys for r in steps)
+    assert steps[-1]["sol"] > 0 and steps[-1]["data"] is not None
+    # Of the steps that count: not of the first two.
+    assert [r["step"] for r in steps if "ms" in r] == [*range(3, 10)]
+    assert list(steps[-1]["ms"]) == ["data", "forward_backward", "optimizer"]
+    assert steps[-1]["hours_billion"] == pytest.approx(1e9 / steps[-1]["tok_s"] / 3600)
     evaluations = [r for r in records if "eval_loss" in r]
     assert [r["step"] for r in evaluations] == [0, 6, 9]
     assert all(r["samples"][0][0] == "def " and isinstance(r["samples"][0][1], str) for r in evaluations)

@@ -24,6 +24,7 @@ from tests.data.images.pictures import write_folder
 from tests.processes import PRETRAIN, SHARED, TOKENS, write_pretraining
 from tests.system import ROOT, contents, flags, losses, only_run, serving, tree, write_model
 from tests.test_mixture_runs import DEEPSEEK
+from tests.train.test_spikes import DRAW
 from tests.worlds import environment
 
 INSTRUCT = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
@@ -48,6 +49,15 @@ VISION = {
 }
 
 
+SPIKES = {
+    "n_steps": 40,
+    "spike_threshold": 5.0,
+    "micro_batch_size": 6,
+    "ckpt_interval": 33,
+    "eval_interval": 0,
+    "export": False,
+    "lr_schedule_kwargs": {"warmup": 0, "decay": 0},
+}
 NO_PROCESSES = "import qtrain.comm.launch; qtrain.comm.launch.run_processes = None"
 
 
@@ -311,6 +321,30 @@ def test_a_mistake_is_one_message_of_rank_0(server, world, says, settings, tmp_p
     assert first.startswith("error: ") and says in first and first.count("\n") == 1
     assert others == [""] * (world - 1) and [outcome.out for outcome in done] == [""] * world
     assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("action", "sharding"),
+    sampled([("skip", {}), ("rewind", FULLY), ("rewind", {})], lambda action, sharding: not sharding),
+)
+def test_ranks_skip_and_rewind_alike(server, action, sharding, tmp_path):
+    """What only one rank's batch has is seen by all; their losses are those of one process."""
+    settings = {**PRETRAIN, **SPIKES, "on_spike": action, "runs_dir": tmp_path / "two"}
+    patch = f"from tests.train.test_spikes import spoil; spoil({{{DRAW}}})"
+    done = server.run_ranks(2, "llm_pretrain", flags(**settings, **sharding), {1: patch})
+    assert [outcome.code for outcome in done] == [0, 0], done[0].err
+    (spike,) = (r["spike"] for r in read_metrics(only_run(tmp_path / "two") / "metrics.jsonl") if "spike" in r)
+    assert (spike["action"], spike["step"]) == (action, DRAW)
+    assert f"step {DRAW}: --on_spike: " in done[0].out
+    rows = [r for r in read_metrics(only_run(tmp_path / "two") / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in rows] == [*range(1, SPIKES["n_steps"] + 1)]
+    left_out = {DRAW} if action == "skip" else {*range(SPIKES["ckpt_interval"] + 1, DRAW + 1)}
+    patch = f"from tests.train.test_spikes import spoil; spoil({left_out}, leave_out=True)"
+    (one,) = server.run_ranks(1, "llm_pretrain", flags(**{**settings, "runs_dir": tmp_path / "one"}), {0: patch})
+    assert one.code == 0, one.err
+    expected = [r["loss"] for r in read_metrics(only_run(tmp_path / "one") / "metrics.jsonl") if "loss" in r]
+    found = [r["loss"] for r in rows if action == "rewind" or r["step"] != DRAW]
+    assert found == expected[: len(found)]
 
 
 @pytest.mark.parametrize(

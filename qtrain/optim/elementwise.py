@@ -285,6 +285,10 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     # ---- loading states ----------------------------------------------------------------------------------------------
 
+    def drop_states(self) -> None:
+        super().drop_states()
+        self._updates = None
+
     def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
         on_host = self.states_on_host and self.options.is_offloaded(key)
         return torch.device("cpu") if on_host else self._device_of(parameter)

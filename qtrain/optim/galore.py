@@ -109,6 +109,10 @@ class GaLoreOptimizer(MatrixOptimizer):
         update.step(list(gradients.contiguous().unbind(0)))
         return steps
 
+    def drop_states(self) -> None:
+        super().drop_states()
+        self._updates.clear()
+
     def _update(self, group: dict[str, Any], matrices: list[Matrix], steps: Tensor) -> FusedUpdate:
         """AdamW over the moments of `matrices`, writing to `steps` [B, larger side, rank]."""
         shape = steps.shape[1:]

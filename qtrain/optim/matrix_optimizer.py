@@ -243,6 +243,11 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     # ---- loading states ----------------------------------------------------------------------------------------------
 
+    def drop_states(self) -> None:
+        super().drop_states()
+        if self._rest is not None:
+            self._rest.drop_states()
+
     def projections_of(self, group: Mapping[str, Any], parameter: Tensor) -> Sequence[int]:
         """Rows of the projections fused in a parameter; of a rank's part those that it has, which are like the first
         ones of the whole."""

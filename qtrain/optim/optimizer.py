@@ -66,6 +66,11 @@ class Optimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until states in host memory are those after the last step."""
 
+    def drop_states(self) -> None:
+        """Free all states and what points to them, before a checkpoint's are allocated: both may be too much."""
+        self.synchronize()
+        self.state.clear()
+
     def state_device(self, key: str, parameter: Tensor, saved_on_host: bool) -> torch.device:
         """The device of a state that a checkpoint fills. saved_on_host: it was in host memory, unlike its parameter."""
         return torch.device("cpu") if saved_on_host else parameter.device

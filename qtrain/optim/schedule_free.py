@@ -191,6 +191,10 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         super().partition(partitions)
         self._chunks = None
 
+    def drop_states(self) -> None:
+        super().drop_states()
+        self._chunks = None
+
     def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
         self._chunks = None
         return super().adopt_states(names)

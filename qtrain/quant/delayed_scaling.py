@@ -61,6 +61,10 @@ class AmaxHistory:
         torch._foreach_copy_(self._scales, list(scales.flatten().split(1)))
         torch._foreach_zero_(self._seen)
 
+    def discard(self) -> None:
+        """Forget the absmax seen since the last `roll`, of a step that is not applied."""
+        torch._foreach_zero_(self._seen)
+
     def _scales_of(self, largest: Tensor) -> Tensor:
         """fp32 [linears, 2] of the largest absmax of each."""
 

@@ -94,6 +94,11 @@ class QuantizedModel:
             self.amax.roll(self.reduce_amax)
         self.refresh_weights()
 
+    def discard_step(self) -> None:
+        """Forget what a step has left that is not applied; in place of `refresh`: no weight has changed."""
+        if self.amax is not None:
+            self.amax.discard()
+
     def refresh_weights(self) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
         stale = [linear for linear in self.linears if linear.weight.requires_grad]

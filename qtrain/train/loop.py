@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qtrain.comm.ranks import all_gather, from_rank_0, note_step, rank
 from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
+from qtrain.core.gpu_sensors import GpuSensors
 from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import STARTED, peak_resident_bytes
 from qtrain.data.batch import TensorBatch
@@ -24,6 +26,7 @@ from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.scheme_map import spec_text
+from qtrain.train.log.device_metrics import device_metrics, joules_of_all
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
@@ -34,6 +37,16 @@ from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import TIME_UP, StopSignals
+from qtrain.train.spikes import (
+    MAX_REWINDS,
+    MAX_SKIPS_IN_ROW,
+    WINDOW,
+    Spike,
+    SpikeGuard,
+    drop_gradients,
+    newest_checkpoint,
+    stopped,
+)
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
@@ -79,13 +92,17 @@ class Training:
         resumed = run.folder.resumed_from is not None
         # Only rank 0 has a log to truncate: the others' is the null device.
         self.metrics = MetricsLog(self._metrics_path, state.step if resumed and rank() == 0 else None)
+        self.spikes = SpikeGuard(settings, self._past_records() if settings.on_spike != "off" else ())
+        self._rewound = False
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = from_rank_0(
             lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
         )
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
-        self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
+        self.sensors = GpuSensors(run.device)
+        skip_steps = 2 if graphs is None else WARM_UP + 2
+        self.throughput = Throughput(run.device, skip_steps, self.sensors.joules)
         self._save_ended = False
         # Where one scheme is for all linears, the map is no news.
         self._told = run.quantized.assignments - bool(settings.quantize_overrides)
@@ -94,6 +111,10 @@ class Training:
     def _metrics_path(self) -> Path:
         """Rank 0 writes the metrics of all."""
         return self.run.folder.path / "metrics.jsonl" if rank() == 0 else Path(os.devnull)
+
+    def _past_records(self) -> list[dict[str, Any]]:
+        """Of the last steps of a resumed run, which later ones are compared with: the same on all ranks."""
+        return from_rank_0(lambda: read_metrics(self.metrics.path)[-2 * WINDOW :])
 
     def _open_trackers(self) -> Trackers:
         run, settings = self.run, self.run.settings
@@ -113,7 +134,7 @@ class Training:
                 stop = StopSignals(collective=run.parallel.mesh.world > 1, deadline=deadline)
                 stack.enter_context(stop)
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
-                profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
+                profiler = stack.enter_context(self._profiler())
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
@@ -123,7 +144,7 @@ class Training:
                 while not self._ended and not stop.requested:
                     self._step(status, stop)
                     profiler.step()
-                    if not stop.requested or self._ended:
+                    if not self._rewound and (not stop.requested or self._ended):
                         self._between_steps()
                 if not self._ended:
                     self._save(wait=True)
@@ -144,6 +165,12 @@ class Training:
             command = resume_command(run.folder, run.script)
             log.info("stopped at step %d%s; resume with:\n  %s", run.state.step, why, command)
         return stop.exit_code
+
+    def _profiler(self) -> StepProfiler:
+        per_device = self.plan.tokens_per_step / self.plan.geometry.devices
+        floor = {kind: 1000 * per_device * seconds for kind, seconds in self.plan.seconds.items()}
+        path, enabled = self.run.folder.path, self.run.settings.profile
+        return StepProfiler(path, log, enabled=enabled, rank=rank(), floor=floor)
 
     def record_final(self, evaluation: Evaluation) -> None:
         """After `fit`: evaluate the trained weights once more, and record the results."""
@@ -172,6 +199,7 @@ class Training:
         # The backward pass below updates the weights itself.
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
+        self.throughput.clock.begin()
         gradients = compute_gradients(
             run.model,
             self.forward,
@@ -182,37 +210,83 @@ class Training:
             self.in_backward,
             parallel=run.parallel,
             stop_signal=SAVE_ENDED if run.background.ended else stop.number,
+            clock=self.throughput.clock,
         )
+        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
+        self._save_ended = gradients.stop_signal == SAVE_ENDED
+        if not self._save_ended:
+            stop.agree(gradients.stop_signal)
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
-        if not gradients.finite:
+        spike = self.spikes.check(state.step + 1, gradients)
+        if spike is None and not gradients.finite:
             raise self._nonfinite(gradients)
-        apply_gradients(
-            run.optimizer,
-            run.quantized,
-            gradients,
-            lr=lr,
-            clip_grad_norm=settings.clip_grad_norm,
-            graphs=self.graphs,
-            in_backward=self.in_backward,
-            parallel=run.parallel,
-        )
+        self._rewound = spike is not None and self._answer(spike, gradients, positions[-1])
+        if self._rewound:
+            return
+        if spike is None:
+            apply_gradients(
+                run.optimizer,
+                run.quantized,
+                gradients,
+                lr=lr,
+                clip_grad_norm=settings.clip_grad_norm,
+                graphs=self.graphs,
+                in_backward=self.in_backward,
+                parallel=run.parallel,
+            )
+        self.throughput.clock.mark("optimizer")
         self.balance.end_step()
         state.step += 1
         note_step(state.step)
         state.tokens += gradients.tokens
         # Where the stream stands after this step: a resumed run begins there.
         state.data = positions[-1]
-        if run.ema is not None:
+        if run.ema is not None and spike is None:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
-        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
-        self._save_ended = gradients.stop_signal == SAVE_ENDED
-        if not self._save_ended:
-            stop.agree(gradients.stop_signal)
         if state.step == self.first_step + 1 and sent:
             log.info("wire    %s", self._wire_line())
-        if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
+        if spike is not None or state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
+
+    def _answer(self, spike: Spike, gradients: Gradients, position: dict[str, Any]) -> bool:
+        """What --on_spike does before the update. position: in the data, after the batch. Returns whether the run has
+        returned to a checkpoint; else the batch is skipped. Raises TrainingStopped."""
+        run, guard, updated = self.run, self.spikes, self.in_backward is not None
+        step = run.state.step + 1
+        self.balance.discard_step()
+        if guard.action == "rewind":
+            self._finish_save()
+            if path := newest_checkpoint(run):
+                run.state.data = position
+                with self.throughput.pause():
+                    line = guard.rewind(run, spike, path)
+                if line is None:
+                    why = f"{MAX_REWINDS} returns to that checkpoint have not helped"
+                    raise stopped(step, spike, path, why=why, updated=updated)
+                log.warning("%s", line)
+                self._log_again()
+                return True
+            if updated:
+                raise stopped(step, spike, None, updated=True)
+        if guard.action != "stop" and (line := guard.skip(run, spike)):
+            log.warning("%s", line)
+            return False
+        if not gradients.finite:
+            raise self._nonfinite(gradients)
+        if not updated:
+            drop_gradients(run)
+            self._save(wait=True)
+        why = "" if guard.action == "stop" else f"{MAX_SKIPS_IN_ROW} batches in a row have been skipped"
+        raise stopped(step, spike, newest_checkpoint(run), why=why, updated=updated)
+
+    def _log_again(self) -> None:
+        """After a return to a checkpoint: the steps that follow are logged in place of those that had been."""
+        self.metrics.close()
+        self.metrics = MetricsLog(self._metrics_path, self.run.state.step if rank() == 0 else None)
+        self.trackers.close()
+        self.trackers = self._open_trackers()
+        note_step(self.run.state.step)
 
     @staticmethod
     def _wire_line() -> str:
@@ -231,6 +305,8 @@ class Training:
             raise
 
     def _log_step(self, status: StatusLine, gradients: Gradients, lr: float) -> None:
+        # Before the device is waited for: it still runs the update.
+        gpu = self.sensors.read()
         state, rate, memory = self.run.state, self.throughput.read(), peak_memory(self.run.device)
         record = {
             "step": state.step,
@@ -239,6 +315,7 @@ class Training:
             "lr": lr,
             **self.balance.metrics(),
             **self._changed_map(),
+            **self.spikes.record(),
             self.plan.unit.many: state.tokens,
             "data": state.data,
             "mem": memory,
@@ -248,7 +325,10 @@ class Training:
         speed: dict[str, float | None] = {unit.rate: None, "sol": None, "mfu": None, "data_wait": None}
         if rate is not None:
             speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
-        self._record(record | speed)
+            if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
+                rate = replace(rate, joules_token=joules_of_all(rate.joules_token, self.run.device))
+        device = device_metrics(self.sensors, gpu, rate, unit)
+        self._record(record | speed | device)
         status.update(
             state.step,
             loss=gradients.loss,
@@ -256,6 +336,7 @@ class Training:
             tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,
+            power=device.get("gpu", {}).get("power"),
             step_s=rate.step_s if rate else None,
         )
 

@@ -6,12 +6,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from qtrain.train.log.energy import EnergyMeter
+from qtrain.train.log.step_clock import StepClock
 
 log = logging.getLogger("qtrain")
 
@@ -20,6 +23,8 @@ log = logging.getLogger("qtrain")
 
 def _finite(value: Any) -> Any:
     """None for NaN and Inf, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -71,7 +76,7 @@ class MetricsLog:
         os.replace(shorter, self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record of numbers, strings and flat lists. NaN and Inf become null."""
+        """Append one record of numbers, strings, flat lists and objects of these. NaN and Inf become null."""
         assert isinstance(record.get("step"), int), "a record without a step could not be removed on resume"
         line = json.dumps({key: _finite(value) for key, value in record.items()}) + "\n"
         self._append(line.encode())
@@ -121,6 +126,12 @@ class Rate:
     tok_s: float
     step_s: float
     data_wait: float
+    ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per step by kind of work (`StepClock`), and those spent waiting for data."""
+    power: float | None = None
+    """Mean watts of this rank's device while it trained; None without an energy counter."""
+    joules_token: float | None = None
+    """Its joules over the tokens of all ranks."""
 
 
 @dataclass
@@ -141,14 +152,18 @@ class Throughput:
 
     The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
     checkpoints, samples) do not count. A GPU is synchronized where counted time begins or ends, so that queued work
-    counts on the right side; `step()` itself does not synchronize.
+    counts on the right side; `step()` itself does not synchronize. joules: reads the device's energy counter.
     """
 
-    def __init__(self, device: torch.device, skip_steps: int = 2):
+    def __init__(self, device: torch.device, skip_steps: int = 2, joules: Callable[[], float | None] = lambda: None):
         self._device = device
         self._to_skip = skip_steps
         self._since = time.perf_counter()
         self._window = _Sums()
+        self._energy = EnergyMeter(joules)
+        if not skip_steps:
+            self._energy.begin()
+        self.clock = StepClock(device)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -159,16 +174,22 @@ class Throughput:
         now = self._now()
         if not self._to_skip:
             self._window.seconds += now - self._since
+            self._energy.count(seconds=now - self._since)
         self._since = now
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Time inside does not count as training."""
         self._count_time()
+        counts = not self._to_skip
+        if counts:
+            self._energy.end()
         try:
             yield
         finally:
             self._since = self._now()
+            if counts:
+                self._energy.begin()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -182,12 +203,15 @@ class Throughput:
 
     def step(self, tokens: int) -> None:
         """An optimizer step over `tokens` tokens (of all ranks) has been issued."""
+        self.clock.end(counts=not self._to_skip)
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
                 self._since = self._now()
+                self._energy.begin()
             return
         self._window.tokens += tokens
+        self._energy.count(tokens=tokens)
         self._window.steps += 1
 
     def read(self) -> Rate | None:
@@ -195,7 +219,12 @@ class Throughput:
         # Synchronizes: the steps that were counted have run.
         self._count_time()
         window, self._window = self._window, _Sums()
-        return window.rate()
+        ms, rate = self.clock.read(), window.rate()
+        if rate is None:
+            return None
+        self._energy.update()
+        ms = {"data": 1000 * rate.data_wait * rate.step_s, **ms} if ms else {}
+        return replace(rate, ms=ms, power=self._energy.watts, joules_token=self._energy.joules_token)
 
 
 @dataclass(frozen=True)

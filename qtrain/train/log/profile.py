@@ -1,10 +1,14 @@
-"""`--profile`: a trace of a few steps for Perfetto or chrome://tracing, and a table of the slowest operators."""
+"""`--profile`: a trace of a few steps for Perfetto or chrome://tracing, a table of kernels by kind, and one of the
+slowest operators."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from qtrain.train.log.kernel_table import kernel_table, kernels_of
 
 
 class StepProfiler:
@@ -15,16 +19,28 @@ class StepProfiler:
                 train_step()
                 profiler.step()
 
-    The trace is written to `<run_dir>/profile/trace_rank<rank>.json.gz`, the table into the log.
+    The trace is written to `<run_dir>/profile/trace_rank<rank>.json.gz`, the table of kernels beside it as
+    `kernels_rank<rank>.txt` and in a line of the log, that of operators into the log. floor: milliseconds of a step at
+    dense peaks, by the plan's kinds of work.
     """
 
     def __init__(
-        self, run_dir: Path, logger: logging.Logger, enabled: bool, skip: int = 3, steps: int = 3, rank: int = 0
+        self,
+        run_dir: Path,
+        logger: logging.Logger,
+        enabled: bool,
+        skip: int = 3,
+        steps: int = 3,
+        rank: int = 0,
+        floor: Mapping[str, float] | None = None,
     ):
-        self._logger = logger
+        self._logger, self._floor = logger, floor or {}
         self._trace = Path(run_dir) / "profile" / f"trace_rank{rank}.json.gz"
+        self._kernels = self._trace.with_name(f"kernels_rank{rank}.txt")
         # skip: steps that compile; one more warms the profiler up.
+        self._before = skip + 1
         self._remaining = self._needed = skip + 1 + steps if enabled else 0
+        self._done = 0
         self._profiler = None
         if enabled:
             self._profiler = profile(
@@ -47,6 +63,7 @@ class StepProfiler:
     def step(self) -> None:
         """A training step has ended."""
         if self._remaining:
+            self._done += 1
             self._profiler.step()
             self._remaining -= 1
             if not self._remaining:
@@ -60,6 +77,11 @@ class StepProfiler:
     def _write(self, recorded: profile) -> None:
         self._trace.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(self._trace))
-        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        on_gpu = torch.cuda.is_available()
+        steps = max(self._done - self._before, 1)  # fewer of a run that ends while it is recorded
+        kernels = kernel_table(kernels_of(recorded.events(), on_gpu), steps, self._floor)
+        self._kernels.write_text(kernels.text(), encoding="utf-8")
+        self._logger.info("kernels     %s (%s)", kernels.short(), self._kernels)
+        by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60)
         self._logger.info("trace written to %s\n%s", self._trace, table)

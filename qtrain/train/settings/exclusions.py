@@ -437,6 +437,16 @@ RUN_EXCLUSIONS = (
         "it saves where it stops, and --keep_ckpts 0 saves nothing", "; leave one of them out"),
     Exclusion("--keep_best", "--keep_ckpts 0", lambda o: o.has("keep_best") and not o.settings.keep_ckpts,
         "it saves checkpoints, and --keep_ckpts 0 saves none", "; leave one of them out"),
+    *(Exclusion("--on_spike", f"{other} 0",
+          lambda o, name=name: o.get("on_spike") == "rewind" and not getattr(o.settings, name),
+          f"rewind returns to checkpoints, and {other} 0 saves none before the end", "; give another, or skip or stop")
+      for name, other in (("keep_ckpts", "--keep_ckpts"), ("ckpt_interval", "--ckpt_interval"))),
+    Exclusion("--on_spike", "--optimizer_in_backward",
+        lambda o: o.get("on_spike") == "skip" and o.settings.optimizer_in_backward,
+        "skip drops gradients before the update, and --optimizer_in_backward has updated the weights by then",
+        "; give rewind or stop"),
+    _note("--spike_threshold", "no --on_spike", lambda o: o.has("spike_threshold") and o.settings.on_spike == "off",
+        "has no effect without --on_spike"),
     # ---- evaluation, samples, data ----
     *(Exclusion(f"--{name}", "no --eval_ds", _without(name, "eval_ds"), "it compares losses on --eval_ds; give that")
       for name in ("keep_best", "early_stopping")),

@@ -35,7 +35,7 @@ class TrainSettings:
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_overrides quantize_lm_head quantize_min_size",
-        "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
+        "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm on_spike spike_threshold optimizer_in_backward",
         "schedule": "n_epochs n_steps max_hours early_stopping lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images final_eval sample_prompts "
         "sample_tokens hellaswag hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
@@ -155,6 +155,13 @@ class TrainSettings:
     last rate as a fraction of --lr (0); stable, the rate between the two (constant or inverse_sqrt; constant)."""
     clip_grad_norm: NotNegative = 1.0
     """Clip the gradient to this L2 norm, over all parameters; 0: no clipping."""
+    on_spike: Literal["off", "skip", "rewind", "stop"] = "off"
+    """What to do before the update of a step whose loss or gradient norm is far above the last 128 steps', or not
+    finite: skip its batch; return to the last checkpoint and go on with the data after the batch (rewind); or save and
+    stop. off: nothing; a value that is not finite stops the run."""
+    spike_threshold: Annotated[float, Range(1, 10**6)] = 10.0
+    """How far that is with --on_spike: robust standard deviations above the median, 1.48 median absolute deviations
+    each."""
     optimizer_in_backward: bool = False
     """Save memory by updating each layer during the backward pass, as soon as it has its gradients; needs
     --clip_grad_norm 0 and no gradient accumulation."""
@@ -194,7 +201,8 @@ class TrainSettings:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
     """Seed of random weights, data order, dropout and stochastic rounding."""
     profile: bool = False
-    """Record three steps with PyTorch's profiler and write the trace into the run folder."""
+    """Record three steps with PyTorch's profiler: the trace, and a table of kernels by kind beside the shortest time
+    that the plan allows, into the run folder."""
     dry_run: bool = False
     """Print the plan (sizes, memory, shortest time, what is quantized) and stop without training or writing."""
     gpu: str | None = None

@@ -191,6 +191,13 @@ class Run:
             self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
         print("\n".join(self.notes), flush=True)  # other ranks than 0 print nothing
 
+    def rewind(self, path: Path) -> None:
+        """Return to a checkpoint of this run, but for the place in the data: what was read since is not read again."""
+        data = self.state.data
+        self.optimizer.drop_states()
+        self._load(path)
+        self.state.data = data
+
     @property
     def _names_checkpoint(self) -> bool:
         """Whether --resume names one checkpoint rather than a run."""

@@ -15,6 +15,7 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import gather_whole_model
 from qtrain.parallel.sharding.data_parallel import DataParallel, Gradients
 from qtrain.quant import LowBitLinear, QuantizedModel
+from qtrain.train.log.step_clock import StepClock
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
 from qtrain.train.step.cuda_graphs import StepGraphs, forward_backward
@@ -33,12 +34,14 @@ def compute_gradients(
     *,
     parallel: DataParallel | None = None,
     stop_signal: int = 0,
+    clock: StepClock | None = None,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step, launched kernel by kernel or replayed from `graphs`.
 
     Every micro-batch's loss is divided by the trained tokens of the whole step, so the gradient does not depend on how
     the step is split, nor over how many ranks. With `in_backward` there is one micro-batch, and the weights are updated
     on return. parallel: None: one rank. stop_signal: the number of a signal that this rank has received, 0: none.
+    clock: begun; it is given the marks `forward_backward` and, of several ranks, `communication`.
     """
     # Codes of the weights are made once per step, after the update: stale ones would train on old weights.
     quantized.assert_fresh()
@@ -56,7 +59,11 @@ def compute_gradients(
         else:  # a replay writes its result to the same memory again
             accumulate = index > 0 and parallel.adds_in_backward
             nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
+        if clock is not None and index == len(batches) - 1:
+            clock.mark("forward_backward")
         parallel.end_micro_batch(index)
+    if clock is not None and parallel.mesh.dp_size > 1:
+        clock.mark("communication")
     squares = in_backward.finish() if in_backward is not None else None
     # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
     return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, squares)
@@ -176,6 +183,11 @@ class ExpertBalance:
             # A rank counts the routes of its own tokens; biases must change alike on all.
             dist.all_reduce(self._model.expert_load.step, group=self._mesh.dp_group)
         self._model.end_step(self._bias_rate)
+
+    def discard_step(self) -> None:
+        """Forget the routes of a step that is not applied."""
+        if self._model is not None:
+            self._model.expert_load.step.zero_()
 
     def metrics(self) -> dict[str, float]:
         """The load since the last call (`ExpertLoad.read`)."""

@@ -4,10 +4,12 @@ import errno
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from qtrain.train.log import metrics
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 
 CPU = torch.device("cpu")
@@ -151,6 +153,53 @@ def test_the_fraction_of_time_spent_waiting_for_data():
         time.sleep(0.01)
         meter.step(10)
     assert 0.5 < meter.read().data_wait < 0.9
+
+
+def test_energy_counts_where_time_counts_and_is_averaged_over_seconds(monkeypatch):
+    """50 W in training, other powers in compilation and an evaluation; a shorter time keeps the mean before it."""
+    now, joules, reads = [0.0], [0.0], []
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds: float, used: float) -> None:
+        now[0] += seconds
+        joules[0] += used
+
+    meter = Throughput(CPU, skip_steps=1, joules=lambda: reads.append(1) or joules[0])
+    with meter.pause():  # the evaluation before the first step
+        passes(3, 900)
+    passes(10, 1000)
+    meter.step(7)
+    for _ in range(10):
+        passes(0.2, 10)
+        meter.step(100)
+        short = meter.read()
+        assert short.tok_s == pytest.approx(500) and short.power is None and short.joules_token is None
+    assert len(reads) == 1, "the counter is slow to read"
+    with meter.pause():
+        passes(5, 500)
+    passes(4, 200)
+    meter.step(2000)
+    rate = meter.read()
+    assert rate.power == pytest.approx(50) and rate.joules_token == pytest.approx(300 / 3000)
+    passes(0.1, 80)
+    meter.step(100)
+    assert meter.read().power == pytest.approx(50)
+
+
+def test_without_a_counter_there_is_no_energy():
+    meter = Throughput(CPU, skip_steps=0)
+    time.sleep(0.01)
+    meter.step(100)
+    rate = meter.read()
+    assert rate.power is None and rate.joules_token is None and rate.ms == {}
+
+
+def test_numbers_within_objects_are_strict_json_too(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write({"step": 1, "gpu": {"power": float("nan"), "util": 3, "throttled": ["power cap"]}})
+    log.close()
+    found = {"power": None, "util": 3, "throttled": ["power cap"]}
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "gpu": found}]
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from qtrain.core.errors import UserError
 from qtrain.train.log import trackers
 from qtrain.train.log.trackers import TRACKERS, Tracker, Trackers, check_trackers, open_trackers
 from tests.system import ROOT
+from tests.train.log.local_trackio import keep_locally, stored
 
 
 class Recorder(Tracker):
@@ -24,7 +25,7 @@ class Recorder(Tracker):
     def __init__(self, fails_at: float = math.inf):
         self.rows, self.closed, self.fails_at = [], False, fails_at
 
-    def log(self, values, step):
+    def log(self, values, step, time=None):
         if step >= self.fails_at:
             raise ConnectionError("the server is gone\nand more")
         self.rows.append((step, dict(values)))
@@ -59,6 +60,16 @@ def test_only_numbers_are_sent():
     opened.log({"step": 3, "loss": 1.5, "lr": None, "tokens": 7, "samples": [["a", "b"]], "note": "x", "ok": True}, 3)
     opened.close()
     assert recorder.rows == [(3, {"loss": 1.5, "tokens": 7})] and recorder.closed
+
+
+def test_nested_numbers_have_names_with_a_slash_and_the_time_is_no_curve():
+    recorder = Recorder()
+    opened = Trackers({"a": lambda: recorder})
+    gpu = {"util": 97, "power": 612.5, "throttled": ["power cap"], "memory_util": None}
+    row = {"step": 3, "loss": 1.5, "gpu": gpu, "ms": {"optimizer": 3.5}, "time": 1_764_000_000.0}
+    opened.log({**row, "data": {"epoch": 1, "shard": {"index": 5}}, "schemes": {"int8": 24}}, 3)
+    opened.log({"step": 4, "time": 1.0}, 4)  # nothing to draw
+    assert recorder.rows == [(3, {"loss": 1.5, "gpu/util": 97, "gpu/power": 612.5, "ms/optimizer": 3.5})]
 
 
 def test_a_failing_tracker_is_reported_once_and_the_others_continue(warnings):
@@ -104,13 +115,16 @@ def test_wandb_offline_writes_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     opened = open_trackers(["wandb"], {"lr": 0.1}, tmp_path, "p", "my run")
     assert list(opened._open) == ["wandb"]
-    opened.log({"loss": 1.0}, 1)
+    opened.log({"loss": 1.0, "samples": [("def f", "(x):")]}, 1)
     opened.close()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     deadline = time.monotonic() + 30  # a process of wandb's own writes the file, on a busy machine after `finish`
     while b"loss" not in written.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"loss" in written.read_bytes()
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
+    found = json.loads(table.read_text())
+    assert found["columns"] == ["step", "prompt", "continuation"] and found["data"] == [[1, "def f", "(x):"]]
 
 
 class FakeMlflow(SimpleNamespace):
@@ -156,12 +170,14 @@ def test_mlflow_goes_on_with_the_page_of_a_resumed_run(tmp_path, monkeypatch):
 
 
 def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "p", "r")
+    keep_locally(monkeypatch, tmp_path / "trackio")
+    opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "kept", "r")
     assert list(opened._open) == ["trackio"]
-    opened.log({"loss": 1.0}, 1)
+    opened.log({"step": 3, "loss": 1.5, "gpu": {"power": 600.0}, "samples": [("def f", "(x):")]}, 3)
     opened.close()
-    assert any((tmp_path / "trackio").iterdir())
+    (step, numbers), (_, table) = stored("kept")
+    assert step == 3 and numbers == {"loss": 1.5, "gpu/power": 600.0}
+    assert table["samples"]["_value"] == [{"prompt": "def f", "continuation": "(x):"}]
 
 
 def test_samples_reach_tensorboard(tmp_path):

@@ -1,0 +1,82 @@
+"""A finished run sent to a tracker, from its metrics.jsonl and config.json: as if it had logged there while it ran."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qtrain.core.checks import MAX_JSON
+from qtrain.core.errors import TrainingStopped, UserError, first_line
+from qtrain.core.reading import read_small
+from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.trackers import TRACKERS, WHOLE_RUN, check_trackers, curves
+
+
+def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
+    """Send the run in `folder` to the tracker of this name. Returns the number of records sent.
+
+    Where the tracker has the run already, wandb ignores the steps that it has, TensorBoard shows them once, and the
+    others get a new run of this name. UserError for an unknown tracker, one that is not installed, and a folder without
+    records; TrainingStopped where the tracker fails.
+    """
+    folder = Path(folder)
+    check_trackers([tracker], flag)
+    if not folder.is_dir():
+        raise UserError(f"{flag} {tracker}: there is no run folder {str(folder)!r}.")
+    records = current_records(read_metrics(folder / "metrics.jsonl"))
+    if not records:
+        raise UserError(
+            f"{flag} {tracker}: {folder / 'metrics.jsonl'} has no records; give the folder of a run that has trained, "
+            "RUNS_DIR/SCRIPT/TIME_NAME."
+        )
+    config = _config(folder / "config.json")
+    project, name = (str(config.get(key) or default) for key, default in (("project", "qtrain"), ("run_name", "run")))
+    try:
+        opened = TRACKERS[tracker](config, folder.resolve(), project, name, WHOLE_RUN)
+        try:
+            for record in records:
+                if values := curves(record):
+                    opened.log(values, record["step"], record["time"])
+                if samples := _samples(record):
+                    opened.log_samples(samples, record["step"])
+        finally:
+            opened.close()
+    except Exception as error:  # any library's: not logged in, no network, a full disk
+        raise TrainingStopped(f"{flag} {tracker}: {type(error).__name__}: {first_line(error)}") from None
+    return len(records)
+
+
+def current_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records in order of their steps, each with a `time`, if any has one: that of the one before, where it has
+    none of its own. Where the steps go back, as after a kill and a resume of an older checkpoint, the later ones
+    count."""
+    found: list[dict[str, Any]] = []
+    for record in records:
+        # An evaluation follows its step; the record of a step is the first of it.
+        while found and found[-1]["step"] > record["step"] - ("loss" in record):
+            found.pop()
+        found.append(dict(record))
+    latest = next((time for r in found if (time := _number(r.get("time")))), None)
+    for record in found:
+        record["time"] = latest = _number(record.get("time")) or latest
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
+
+
+def _samples(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The samples of a record that are ones: a file may have been edited."""
+    samples = record.get("samples")
+    pairs = [s for s in samples if isinstance(s, list) and len(s) == 2] if isinstance(samples, list) else []
+    return [(prompt, text) for prompt, text in pairs if isinstance(prompt, str) and isinstance(text, str)]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The settings of the run; none of a file that is missing or damaged."""
+    try:
+        config = json.loads(read_small(path, MAX_JSON))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
