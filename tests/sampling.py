@@ -5,6 +5,9 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/test_examples.py::test_other_trainers_learn": 1,
+    "tests/models/hf/test_save_module.py::test_transformers_loads_the_codes_of_training": 3,
+    "tests/optim/test_plain.py::test_parameters_pairs_and_groups_are_equal": 4,
     "tests/test_many_processes.py::test_several_processes_train_as_one": 1,
     "tests/test_many_processes.py::test_one_process_goes_on_with_what_two_have_saved_fully_sharded": 0,
     "tests/test_many_processes.py::test_a_mistake_is_one_message_of_rank_0": 5,
