@@ -132,15 +132,22 @@ def _figure(
         if series.style == "points" or len(curve) == 1:
             plot.scatter(mode, "y", source=source, size=6, color=series.color, name=name)
         if series.style != "dashed":
-            hovered.append((series, line, "@y{0,0.[00000]}" if _small(curve) else "@y{0,0.[00]}"))
-    for series, line, text in hovered:
+            hovered.append((series, line, _value_format(curve)))
+    # Two tooltips stand on both sides of the pointer; more would cover each other, so the nearest curve has one.
+    mode_of_hover, sides = (
+        ("vline", ["left", "right"]) if len(hovered) <= 2 else ("mouse", ["horizontal"] * len(hovered))
+    )
+    for (series, line, text), side in zip(hovered, sides, strict=False):
         tips = [(series.name, text), *((MODES[m], f"@{m}{{0,0.[000]}}") for m in series.curve.x)]
-        plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline", line_policy="nearest"))
+        tool = HoverTool(renderers=[line], tooltips=tips, mode=mode_of_hover, line_policy="nearest", attachment=side)
+        plot.add_tools(tool)
     return plot
 
 
-def _small(curve: Curve) -> bool:
-    return bool(np.abs(curve.y).max() < 100)
+def _value_format(curve: Curve) -> str:
+    """How a tooltip writes y; Bokeh's own way writes small values with an exponent."""
+    most = np.abs(curve.y).max()
+    return "@y" if most < 0.01 else "@y{0,0.[00000]}" if most < 100 else "@y{0,0.[00]}"
 
 
 def _source(curve: Curve, lower: np.ndarray | float | None = None, value: np.ndarray | None = None) -> ColumnDataSource:

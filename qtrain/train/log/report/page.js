@@ -39,8 +39,8 @@ async function start() {
   each("#reset", (button) => button.addEventListener("click", () => showMode(checked("x"))));
   for (const plot of figures) plot.on_event("doubletap", () => showMode(checked("x")));
   dark.addEventListener("change", () => theme(dark.matches));
-  window.addEventListener("beforeprint", () => theme(false));
-  window.addEventListener("afterprint", () => theme(dark.matches));
+  window.addEventListener("beforeprint", fitPaper);
+  each("#print", (button) => button.addEventListener("click", printPage));
   theme(dark.matches);
   showMode(checked("x"));
   showLoss(checked("loss"));
@@ -105,12 +105,35 @@ function toggle(button) {
 // ---- theme ----
 
 function theme(isDark) {
+  root.dataset.theme = isDark ? "dark" : "light";
   const ink = isDark ? "#c9d1d9" : "#3c444d", grid = isDark ? "#8d98a5" : "#3c444d";
   for (const plot of figures) {
     for (const axis of [...plot.below, ...plot.left]) if ("major_label_text_color" in axis)
       axis.setv({major_label_text_color: ink, axis_label_text_color: ink});
     for (const line of plot.center) if (line.grid_line_color) line.grid_line_color = grid;
   }
+}
+
+// ---- paper ----
+
+const PAPER = 700; // CSS pixels between the margins of A4 and letter
+
+// A browser that prints does not wait for figures to be drawn anew: the ones on the screen are scaled.
+function fitPaper() {
+  each(".plot", (place) => {
+    const width = place.getBoundingClientRect().width;
+    if (width) place.style.setProperty("--zoom", PAPER / width);
+  });
+}
+
+// The button does wait: the page is laid out for paper, with dark ink, before it is printed.
+async function printPage() {
+  root.classList.add("paper");
+  theme(false);
+  await new Promise((done) => setTimeout(done, 600));
+  window.print();
+  root.classList.remove("paper");
+  theme(dark.matches);
 }
 
 // ---- heat maps ----

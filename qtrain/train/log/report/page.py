@@ -121,7 +121,7 @@ def _controls(modes: Sequence[str], mode: str, loss: Chart | None, live: bool) -
     if loss is not None:
         choices = [("focus", "main part")] * (loss.focus is not None) + [("linear", "all"), ("log", "log")]
         parts.append(_radios("loss", "loss", choices, choices[0][0]))
-    parts.append('<button type="button" id="reset">reset zoom</button>')
+    parts.append('<button type="button" id="reset">reset zoom</button><button type="button" id="print">print</button>')
     parts.append('<span class="soft" id="live" role="status"></span>' if live else "")
     return f'<form class="controls" aria-label="axes" onsubmit="return false">{"".join(parts)}</form>'
 
@@ -154,7 +154,7 @@ def heat_figure(heat: HeatMap, x_range: Range1d) -> figure:
     empty = ColumnDataSource({name: [] for name in ("left", "right", "top", "bottom", "shade", "value", "row")})
     color = {"field": "shade", "transform": LinearColorMapper(palette=list(Viridis256), low=0, high=1)}
     plot.quad("left", "right", "top", "bottom", source=empty, fill_color=color, line_color=None, name="cells")
-    tips = [(heat.row_title, "@row"), ("value", "@value"), ("x", "@left{0,0.[00]}")]
+    tips = [(heat.row_title, "@row"), ("value", "@value"), ("from", "@left{0,0.[00]}")]
     plot.add_tools(HoverTool(tooltips=tips))
     return plot
 

@@ -83,7 +83,7 @@ def _losses(run: RunRecords) -> Iterator[Chart]:
 
 def smoothing_note(curve: Curve | None) -> str:
     span = smoothing_span(len(curve)) if curve is not None else 1
-    return f"The dark line is the mean of the last {span} logged steps." if span > 1 else ""
+    return f"The solid line is the mean of the last {span} logged steps." if span > 1 else ""
 
 
 def focus_of(*curves: Curve | None) -> tuple[float, float] | None:
