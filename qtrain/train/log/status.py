@@ -1,4 +1,4 @@
-"""Progress output: one live line in a terminal, plain lines elsewhere; everything goes to train.log.
+"""Progress output: a status that redraws in place in a terminal, plain lines elsewhere; everything goes to train.log.
 
 No output fails a run: text that the console's encoding lacks is escaped, and a console that is gone gets nothing more.
 """
@@ -143,12 +143,24 @@ def duration(seconds: float) -> str:
     return f"{minutes}m {whole % 60:02}s" if minutes else f"{whole}s"
 
 
+def _folded(parts: list[str], width: int) -> str:
+    """The parts in as few lines as hold them, since a terminal of 80 columns would lose the end of one line."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]} | {part}"
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
 ETA_SECONDS = 120.0
 """The ETA is that of the mean speed of this many last seconds of training: one slow step changes it little."""
 
 
 class StatusLine:
-    """A context that shows progress: a live line in a terminal, else a plain line every `interval_s` seconds.
+    """A context that shows progress: redrawn in place in a terminal, else a plain line every `interval_s` seconds.
 
     total: the last step. In a terminal the plain lines go to train.log only.
     """
@@ -204,11 +216,13 @@ class StatusLine:
         tok_s: float | None = None,
         sol: float | None = None,
         memory: int | None = None,
+        power: float | None = None,
         step_s: float | None = None,
     ) -> None:
         """Show `step`; values that are None are omitted.
 
-        tok_s: in the run's unit; sol: a fraction; memory: bytes; step_s: seconds per step."""
+        tok_s: in the run's unit; sol: a fraction; memory: bytes; power: watts of the GPU;
+        step_s: seconds per step."""
         parts = [f"step {step:,}/{self._total:,} {100 * step / max(self._total, 1):.1f}%"]
         parts += [f"loss {loss:.4f}"] if loss is not None else []
         parts += [f"norm {grad_norm:.3g}"] if grad_norm is not None else []
@@ -216,13 +230,14 @@ class StatusLine:
         parts += [f"{three_digits(1000 * step_s)} ms"] if step_s is not None else []
         parts += [f"sol {100 * sol:.1f}%"] if sol is not None else []
         parts += [f"{memory / 1024**3:.1f} GiB"] if memory is not None else []
+        parts += [f"{power:,.0f} W"] if power is not None else []
         parts += (
             [f"ETA {duration((self._total - step) * self._mean_step_s(step, step_s))}"] if step_s is not None else []
         )
         self._last_step = step
         line = " | ".join(parts)
         if self._live:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+            self._live.update(Text(_folded(parts, self._live.console.width), no_wrap=True, overflow="ellipsis"))
         now = time.monotonic()
         due = self._written_at is None or now - self._written_at >= self._interval
         if due:

@@ -39,6 +39,29 @@ def test_the_line_without_a_terminal_has_every_field_and_no_escape_codes(tmp_pat
     assert (tmp_path / "train.log").read_text().endswith(f" INFO {line}\n")
 
 
+def test_the_power_is_shown_where_it_is_known(tmp_path):
+    out = console(terminal=False)
+    with StatusLine(1000, setup_log(tmp_path, out)) as status:
+        status.update(120, **FIELDS, power=1234.5)
+    assert "| 38.0 GiB | 1,234 W | ETA 29m 20s" in out.file.getvalue()
+
+
+def test_a_narrow_terminal_shows_everything_in_place(tmp_path):
+    """Lines are folded between fields, and redrawn: the cursor goes up again."""
+    out = Console(file=io.StringIO(), force_terminal=True, width=50, color_system=None)
+    with StatusLine(1000, setup_log(tmp_path, out), interval_s=3600) as status:
+        for step in (120, 121):
+            status.update(step, **FIELDS, power=612.0)
+            status._live.refresh()
+        shown = out.file.getvalue()
+    for field in (
+        "step 121/1,000 12.1% | loss 3.2500 | norm 0.519\n",
+        "151k tok/s | 2,000 ms | sol 41.3% | 38.0 GiB\n",
+    ):
+        assert field in shown.replace("\r", "")
+    assert "612 W | ETA 29m 18s" in shown and "\x1b[1A" in shown
+
+
 def test_the_eta_is_of_many_steps_so_that_one_slow_step_changes_it_little(tmp_path):
     def eta(seconds: list[float]) -> str:
         out = console(terminal=False)

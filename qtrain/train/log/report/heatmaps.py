@@ -20,6 +20,7 @@ TENSORS = {"x": "input x", "w": "weight w", "dy": "gradient dy"}
 MEASURES: dict[str, tuple[str, Badness]] = {
     "saturated": ("share saturated", "high"),
     "flushed": ("share flushed to zero", "high"),
+    "flushed_sum": ("share of the sum of magnitudes flushed to zero", "high"),
     "error": ("relative error of the codes", "high"),
     "crest": ("crest factor", "high"),
     "amax": ("amax", "high"),
@@ -37,6 +38,7 @@ KEYS |= {
 KEYS |= {
     "gradient.cosine": ("weight gradient", "cosine with high precision", "low"),
     "gradient.norm_ratio": ("weight gradient", "norm over high precision", "far from 1"),
+    "experts.drift": ("router", "share of tokens with other experts in high precision", "high"),
 }
 WORST = "worst of each layer"
 MAX_VALUES = 300_000
@@ -58,7 +60,7 @@ class HeatMap:
     measures: Mapping[str, tuple[str, str, Badness]]
     """What the second choice offers -> (its group, its label, which values are bad)."""
     planes: Mapping[tuple[str, str], np.ndarray]
-    """(first, second choice) -> [rows, columns] float32, NaN where nothing is known."""
+    """(first, second choice) -> [rows, columns] float32, NaN where nothing is known; absent where nothing at all is."""
     first: str = "Linear"
     """What the first choice chooses."""
 
@@ -83,8 +85,8 @@ def split_name(linear: str) -> tuple[str, str]:
 
 
 def linear_samples(run: RunRecords) -> list[dict[str, Any]]:
-    """The samples of linears, without warnings and routers."""
-    return [r for r in run.health if isinstance(r.get("linear"), str) and not isinstance(r.get("experts"), dict)]
+    """The samples of linears and routers, without warnings."""
+    return [r for r in run.health if isinstance(r.get("linear"), str) and "warning" not in r]
 
 
 def health_map(run: RunRecords) -> HeatMap | None:
@@ -110,6 +112,8 @@ def health_map(run: RunRecords) -> HeatMap | None:
         values = np.array([_known(lookup(sample, key)) for sample in samples])
         for choice, labels in rows.items():
             known = [n for n, (kind, _) in enumerate(names) if choice in (kind, WORST)]
+            if np.isnan(values[known]).all():
+                continue
             row = np.array([at_row[choice][names[n][1] or names[n][0]] for n in known])
             planes[choice, key] = _worst(row, column[known], values[known], (len(labels), columns.count), bad)
     return HeatMap("health", "Quantization health", "layer", rows, _edges(run, columns), measures, planes)

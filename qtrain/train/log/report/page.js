@@ -152,7 +152,9 @@ function heatMap(element) {
   }
 
   function plane() {
-    const text = atob(data.planes[first.value + "|" + second.value]);
+    const coded = data.planes[first.value + "|" + second.value];
+    if (!coded) return new Float32Array(data.rows[first.value].length * (data.edges.steps.length - 1)).fill(NaN);
+    const text = atob(coded);
     return new Float32Array(Uint8Array.from(text, (c) => c.charCodeAt(0)).buffer);
   }
 
@@ -167,8 +169,8 @@ function heatMap(element) {
     const scaled = (v) => isLog ? Math.log10(Math.max(away(v), least)) : away(v);
     const end = isLog ? Math.log10(top) : top;
     const ordered = known.slice().sort((a, b) => away(a) - away(b));
-    low.textContent = number(ordered[0]);
-    high.textContent = number(ordered[ordered.length - 1]) + (isLog ? " (log)" : "");
+    low.textContent = ordered.length ? number(ordered[0]) : "no values";
+    high.textContent = ordered.length ? number(ordered[ordered.length - 1]) + (isLog ? " (log)" : "") : "";
     return Array.from(values, (v) => isFinite(v) ? (end > bottom ? (scaled(v) - bottom) / (end - bottom) : 0) : NaN);
   }
 
@@ -193,9 +195,9 @@ function heatMap(element) {
     const axis = plot.left[0];
     axis.ticker.ticks = ticks;
     axis.major_label_overrides = labels;
-    const bad = Array.from(values).filter(isFinite);
-    label.textContent = `${first.value}: ${rows.length} rows, ${columns} samples, values from ${low.textContent} to ${high.textContent}`;
-    if (!bad.length) label.textContent = `${first.value}: no such value`;
+    label.textContent = high.textContent
+      ? `${first.value}: ${rows.length} rows, ${columns} columns, values from ${low.textContent} to ${high.textContent}`
+      : `${first.value}: no such value`;
   }
   return heat;
 }

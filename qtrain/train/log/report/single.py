@@ -43,7 +43,7 @@ LINES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...], float], ...] = (
     ("entropy", "Expert entropy", "of the load, 1: even", (("expert_entropy", "entropy"),), 1.0),
 )
 DRAWN = {key for *_, keys, _ in LINES for key, _ in keys} | {"loss", "eval_loss", "mem"}
-NO_CURVE = {"step", "tokens", "images", "time"}
+NO_CURVE = {"step", "tokens", "images", "time", "hours_billion"}
 POINTS = {"accuracy", "hellaswag"}
 MAX_OTHERS = 12
 """Charts of values that this version does not know."""

@@ -186,16 +186,20 @@ def warnings(run: RunRecords) -> str:
 
 def what_if(run: RunRecords) -> str:
     """The operands with the largest errors in the newest samples, and their errors under other schemes."""
-    newest = {sample["linear"]: sample for sample in linear_samples(run)}
+    newest: dict[str, dict[str, Any]] = {}
+    for sample in linear_samples(run):
+        # Other schemes are tried in some samples only: those of the last one that has them.
+        tried = {"what_if": newest[sample["linear"]].get("what_if")} if sample["linear"] in newest else {}
+        newest[sample["linear"]] = tried | sample
     rows = []
     for linear, sample in newest.items():
-        others = sample.get("what_if") if isinstance(sample.get("what_if"), dict) else {}
+        others = sample["what_if"] if isinstance(sample.get("what_if"), dict) else {}
         for tensor in TENSORS:
             if (error := number(lookup(sample, f"{tensor}.error"))) is not None:
                 by_scheme = {
                     str(name): value
                     for name, errors in others.items()
-                    if isinstance(errors, dict) and (value := number(errors.get(tensor))) is not None
+                    if isinstance(errors, dict) and (value := _error(errors.get(tensor))) is not None
                 }
                 rows.append((error, linear, tensor, str(sample.get("scheme") or ""), by_scheme))
     rows = sorted(rows, key=lambda row: -row[0])[:MAX_LINEARS]
@@ -210,6 +214,11 @@ def what_if(run: RunRecords) -> str:
     ]
     caption = "Largest relative errors of operands in the last sample, and under other schemes"
     return table(["linear, operand", "scheme", "error", *schemes], body, caption) if rows else ""
+
+
+def _error(measured: Any) -> float | None:
+    """A relative error, given alone or among other measures."""
+    return number(measured.get("error") if isinstance(measured, dict) else measured)
 
 
 # ---- memory, settings -----------------------------------------------------------------------------------------------

@@ -216,6 +216,20 @@ def test_the_load_of_experts(tmp_path):
     assert health_map(run) is None
 
 
+def test_other_schemes_are_those_of_the_last_sample_that_has_them(tmp_path):
+    tried = {"fp8_rowwise": {"x": {"error": 0.02, "amax": 9.0}}, "int8": {"x": 0.5}}
+    samples = [
+        {"step": 1, "linear": "layers.0.a", "scheme": "fp8", "x": {"error": 0.3}, "what_if": tried},
+        {"step": 2, "linear": "layers.0.a", "scheme": "fp8", "x": {"error": 0.4}},
+        {"step": 2, "linear": "layers.0.router", "scheme": None, "experts": {"load": [0.5, 0.5], "drift": 0.25}},
+        {"step": 2, "linear": "layers.0.a", "warning": "x is off"},
+    ]
+    page = page_of(write_run(tmp_path / "run", records(3), {}, samples))
+    assert "layers.0.a, xfp840%2%50%" in page.text and "step 2: x is off" in page.text
+    heat = page.data["heat-health"]
+    assert plane(heat, "router", "experts.drift").tolist()[0][1] == 0.25 and "a|experts.drift" not in heat["planes"]
+
+
 # ---- at the end of a run --------------------------------------------------------------------------------------------
 
 
