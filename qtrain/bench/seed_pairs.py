@@ -29,6 +29,7 @@ from typing import Any
 from llm_pretrain import PretrainSettings
 from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
+from qtrain.bench.pair_pages import write_pages
 from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
@@ -40,7 +41,7 @@ from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.text import PLANNED_WITHOUT
-from qtrain.train.log.report.write import check_bokeh
+from qtrain.train.log.report.page import bokeh_files
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import CountOrZero
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> None:
     folders = [results_dir, *(user_path(folder, "--others") for folder in settings.others)]
     path = Path(settings.json) if settings.json else runs_dir / "results.json"
     check_json(path)
-    check_bokeh()
+    bokeh_files()
     for folder in folders[1:]:
         if not folder.is_dir():
             raise UserError(f"--others: {folder} is not a folder.")
@@ -159,8 +160,6 @@ def show(
         "settings": as_dict(settings),
     }
     write_json(tables, path, about)
-    from qtrain.bench.pair_pages import write_pages  # imports Bokeh
-
     pages = write_pages(runs, reference, path)
     print("", f"figures     {path}", *(f"curves      {page}" for page in pages), sep="\n")
 

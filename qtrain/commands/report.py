@@ -16,9 +16,11 @@ from typing import Annotated
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
+from qtrain.train.log.report.compare import compare_page, compared
+from qtrain.train.log.report.page import bokeh_files
 from qtrain.train.log.report.records import RunRecords, check_records, check_run, damage, read_run
 from qtrain.train.log.report.serve import ReportServer
-from qtrain.train.log.report.write import check_bokeh, run_page, write_page
+from qtrain.train.log.report.write import run_page, write_page
 
 NAME = "-m qtrain report"
 MAX_RUNS = 64
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> None:
         raise UserError("--runs: no run is named; give a run folder, such as runs/llm_pretrain/RUN.")
     if len(settings.runs) > MAX_RUNS:
         raise UserError(f"--runs: {len(settings.runs)} runs are too many for a page; give at most {MAX_RUNS}.")
-    check_bokeh()
+    bokeh_files()
     folders = [check_run(path, "--runs") for path in settings.runs]
     check_distinct(folders)
     if settings.serve:
@@ -104,8 +106,6 @@ def check_out(settings: ReportSettings, folders: Sequence[Path]) -> Path:
 
 def comparison(runs: Sequence[RunRecords]) -> str:
     """The page of several runs."""
-    from qtrain.train.log.report.compare import compare_page, compared
-
     if not any(run.records for run in runs):
         raise UserError("--runs: none of the runs has logged a step yet.")
     empty = [f"{run.name}: no step has been logged yet" for run in runs if not run.records]

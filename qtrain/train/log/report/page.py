@@ -4,18 +4,13 @@ A content security policy in the page holds that: a browser refuses every reques
 """
 
 import html
+import importlib.util
 import json
 from collections.abc import Sequence
-from importlib.resources import files
+from pathlib import Path
 
-from bokeh.core.json_encoder import serialize_json
-from bokeh.document import Document
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
-from bokeh.palettes import Viridis256
-from bokeh.plotting import figure
-from bokeh.resources import Resources
-
-from qtrain.train.log.report.charts import Chart, draw, empty_figure, modes_of
+from qtrain.core.errors import missing_package
+from qtrain.train.log.report.charts import Chart, chart_data, modes_of
 from qtrain.train.log.report.heatmaps import HeatMap
 from qtrain.train.log.report.records import MODES
 from qtrain.train.log.report.tables import escaped, section, summary_of
@@ -24,8 +19,20 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Bokeh compiles its templates of tooltips, hence eval."""
-RAMP = f"linear-gradient(to right, {', '.join(Viridis256[::51])})"
+"""Bokeh compiles the code that writes ticks, hence eval."""
+VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+"""Colors of heat maps, dark to bright; `page.js` interpolates between them."""
+RAMP = f"linear-gradient(to right, {', '.join(VIRIDIS)})"
+
+
+def bokeh_files() -> list[Path]:
+    """BokehJS and its API in Bokeh's wheel, which is not imported. UserError where it is not installed."""
+    found = importlib.util.find_spec("bokeh")
+    folder = Path(found.origin).parent / "server/static/js" if found and found.origin else None
+    files = [folder / f"{name}.min.js" for name in ("bokeh", "bokeh-api")] if folder else []
+    if not files or not all(path.is_file() for path in files):
+        raise missing_package("bokeh", "report.html", "'bokeh>=3.9'")
+    return files
 
 
 def page(
@@ -45,19 +52,13 @@ def page(
     """
     modes = modes_of(charts) or (["steps"] if heat_maps else [])
     mode = mode if mode in modes else next(iter(modes), "steps")
-    x_range = Range1d(0, 1)  # set by page.js, which knows the extent in each unit
-    drawn = {chart.key: draw(chart, mode, x_range) for chart in charts}
-    maps = {heat.key: heat_figure(heat, x_range) for heat, _ in heat_maps}
-    models = [*(plot for plots in drawn.values() for plot in plots), *maps.values()]
-    curves = "".join(_chart(chart, drawn[chart.key]) for chart in charts)
-    tables = "".join(
-        section(heat.key, heat.title, _heat_map(heat, _place(maps[heat.key])), extra) for heat, extra in heat_maps
-    )
+    curves = "".join(map(_chart, charts))
+    tables = "".join(section(heat.key, heat.title, _heat_map(heat), extra) for heat, extra in heat_maps)
     loss = next((chart for chart in charts if chart.key == "loss"), None)
-    controls = _controls(modes, mode, loss, live is not None) if models else ""
+    controls = _controls(modes, mode, loss, live is not None) if modes else ""
     policy = POLICY + ("; connect-src 'self'" if live is not None else "")
     attribute = f' data-live="{escaped(live)}"' if live is not None else ""
-    library = Resources("inline", log_level="warn", components=["bokeh"]).js_raw if models else []
+    library = [path.read_text(encoding="utf-8") for path in bokeh_files()] if modes else []
     return "".join(
         (
             f'<!doctype html><html lang="en"{attribute}><head><meta charset="utf-8">',
@@ -68,7 +69,8 @@ def page(
             f'<h2 class="sr">Curves</h2><div class="charts" id="charts">{curves}</div>' if curves else "",
             f"{tables}{below}</main>",
             _data("modes", json.dumps({name: MODES[name] for name in modes})),
-            _data("figures", _document(models)) if models else "",
+            _data("colors", json.dumps(VIRIDIS)),
+            _data("data", json.dumps([chart_data(chart) for chart in charts], allow_nan=False)),
             *(f"<script>{_inside(code)}</script>" for code in [*library, _asset("page.js")]),
             "</body></html>\n",
         )
@@ -76,7 +78,7 @@ def page(
 
 
 def _asset(name: str) -> str:
-    return files("qtrain.train.log.report").joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _inside(code: str) -> str:
@@ -90,18 +92,9 @@ def _data(key: str, text: str) -> str:
     return f'<script type="application/json" id="{key}">{text}</script>'
 
 
-def _document(models: Sequence[figure]) -> str:
-    """The figures as Bokeh's JSON, with their data."""
-    document = Document()
-    with document.models.freeze():  # each addition alone would walk through all figures, which share a range
-        for plot in models:
-            document.add_root(plot)
-    return serialize_json(document.to_json(deferred=False))
-
-
-def _place(plot: figure) -> str:
+def _place(name: str) -> str:
     """Where `page.js` puts a figure."""
-    return f'<div class="plot" id="plot-{plot.name}"></div>'
+    return f'<div class="plot" id="plot-{name}"></div>'
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -126,7 +119,7 @@ def _controls(modes: Sequence[str], mode: str, loss: Chart | None, live: bool) -
     return f'<form class="controls" aria-label="axes" onsubmit="return false">{"".join(parts)}</form>'
 
 
-def _chart(chart: Chart, plots: Sequence[figure]) -> str:
+def _chart(chart: Chart) -> str:
     keys = "".join(
         f'<button type="button" aria-pressed="true" data-curve="{chart.key}:{number}">'
         f'<i style="background:{series.color}"></i>{escaped(series.name)}</button>'
@@ -135,28 +128,13 @@ def _chart(chart: Chart, plots: Sequence[figure]) -> str:
     )
     words = ". ".join(summary_of(s.name, s.curve.y) for s in chart.series if s.style != "band")
     note = f'<span class="note">{escaped(chart.note)}</span>' if chart.note else ""
+    places = "".join(_place(f"{chart.key}-{scale}") for scale in ("linear", "log")[: 1 + chart.is_log])
     wide = ' class="wide"' if chart.key == "loss" else ""
     return (
         f'<figure{wide} id="chart-{chart.key}"><figcaption><h3>{escaped(chart.title)}</h3>'
         f'<span class="unit">{escaped(chart.unit)}</span><span class="keys">{keys}</span>{note}'
-        f'<span class="sr">{escaped(words)}</span></figcaption>{"".join(map(_place, plots))}</figure>'
+        f'<span class="sr">{escaped(words)}</span></figcaption>{places}</figure>'
     )
-
-
-def heat_figure(heat: HeatMap, x_range: Range1d) -> figure:
-    """An empty figure that `page.js` fills with cells."""
-    rows = max(map(len, heat.rows.values()))
-    plot = empty_figure(f"heat-{heat.key}", x_range, height=min(max(12 * rows + 60, 200), 560))
-    plot.y_range = Range1d(0, rows)
-    plot.grid.grid_line_color = None
-    plot.yaxis.ticker = FixedTicker(ticks=[])
-    plot.yaxis.axis_label = heat.row_title
-    empty = ColumnDataSource({name: [] for name in ("left", "right", "top", "bottom", "shade", "value", "row")})
-    color = {"field": "shade", "transform": LinearColorMapper(palette=list(Viridis256), low=0, high=1)}
-    plot.quad("left", "right", "top", "bottom", source=empty, fill_color=color, line_color=None, name="cells")
-    tips = [(heat.row_title, "@row"), ("value", "@value"), ("from", "@left{0,0.[00]}")]
-    plot.add_tools(HoverTool(tooltips=tips))
-    return plot
 
 
 def _options(groups: dict[str, list[tuple[str, str]]]) -> str:
@@ -167,7 +145,7 @@ def _options(groups: dict[str, list[tuple[str, str]]]) -> str:
     return "".join(parts)
 
 
-def _heat_map(heat: HeatMap, div: str) -> str:
+def _heat_map(heat: HeatMap) -> str:
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, (group, label, _) in heat.measures.items():
         groups.setdefault(group, []).append((key, label))
@@ -176,8 +154,8 @@ def _heat_map(heat: HeatMap, div: str) -> str:
         f'<figure data-heat="{heat.key}"><div class="choices"><label>{heat.first} <select>{chosen}</select></label>'
         f"<label>Measure <select>{_options(groups)}</select></label>"
         f'<span class="ramp"><span class="low"></span><i style="background:{RAMP}"></i>'
-        f'<span class="high"></span></span></div><p class="sr about" role="status"></p>{div}</figure>'
-        f"{_data(f'heat-{heat.key}', json.dumps(heat.data()))}"
+        f'<span class="high"></span></span></div><p class="sr about" role="status"></p>'
+        f"{_place(f'heat-{heat.key}')}</figure>{_data(f'heat-{heat.key}', json.dumps(heat.data()))}"
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from qtrain.train.log.report.records import Curve
 
-MAX_POINTS = 1200
+MAX_POINTS = 1000
 """Points of a drawn curve: more than a chart has pixels."""
 
 

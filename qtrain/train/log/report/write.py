@@ -4,29 +4,18 @@ import logging
 import os
 from pathlib import Path
 
-from qtrain.core.errors import UserError, first_line, missing_package
+from qtrain.core.errors import UserError, first_line
+from qtrain.train.log.report import tables
+from qtrain.train.log.report.heatmaps import expert_map, health_map
+from qtrain.train.log.report.page import page
 from qtrain.train.log.report.records import RunRecords, damage, read_run
+from qtrain.train.log.report.single import charts_of
 
 log = logging.getLogger("qtrain")
 
 
-def check_bokeh() -> None:
-    """UserError where the library that draws is not installed."""
-    try:
-        import bokeh.plotting  # noqa: F401
-    except ImportError:
-        raise missing_package("bokeh", "report.html") from None
-
-
 def run_page(run: RunRecords, failure: str | None = None, live: str | None = None) -> str:
     """The page of one run. failure: why it ended. live: the version of its data, where it is served."""
-    # Bokeh takes 0.7 s to import, and a training run may be without it.
-    check_bokeh()
-    from qtrain.train.log.report import tables
-    from qtrain.train.log.report.heatmaps import expert_map, health_map
-    from qtrain.train.log.report.page import page
-    from qtrain.train.log.report.single import charts_of
-
     charts = charts_of(run)
     lines = [("failed", f"The run has ended with an error: {failure}")] if failure else []
     lines += [("failed", damaged)] if (damaged := damage(run)) else []

@@ -2,7 +2,6 @@
 
 import html.parser
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ class Page(html.parser.HTMLParser):
         self.scripts = 0
         self._json: str | None = None
         self.feed(text)
-        assert not self.open and self.scripts <= 3, "BokehJS, its log level and page.js"
+        assert not self.open and self.scripts <= 3, "BokehJS, its API and page.js"
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         attributes = dict(attrs)
@@ -50,12 +49,10 @@ class Page(html.parser.HTMLParser):
     @property
     def charts(self) -> list[str]:
         """Names of the figures."""
-        roots = self.data["figures"]["roots"] if "figures" in self.data else []
-        return [root["attributes"]["name"] for root in roots]
-
-    def cell(self, name: str) -> str:
-        """The value of a card by its name."""
-        return re.search(rf"^{re.escape(name)}\n(.*)$", self.text, re.M)[1]
+        found = []
+        for chart in self.data["data"]:
+            found += [f"{chart['key']}-linear"] + [f"{chart['key']}-log"] * chart["log"]
+        return found + [key for key in self.data if key.startswith("heat-")]
 
 
 def write_run(folder: Path, records: list[Any], config: dict | None = None, health: list[Any] = ()) -> Path:

@@ -86,7 +86,7 @@ def test_a_value_that_is_no_number_is_left_out(tmp_path, case):
     values = ", ".join(f'"{key}": {VALUES[case]}' for key in keys)
     rows = [json.dumps(GOOD | {"tokens": 5}), f'{{"step": 2, "loss": 3.0, {values}}}']
     page = page_of(write_run(tmp_path / "run", rows))
-    assert "loss-linear" in page.charts and "NaN" not in json.dumps(page.data["figures"])
+    assert "loss-linear" in page.charts and "NaN" not in json.dumps(page.data["data"])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "{'a': 1}", "\0", "[" * 100_000])
