@@ -18,6 +18,8 @@ from qtrain.train.log.report.series import smoothed, thinned
 
 PALETTE = ("#3478d4", "#d9652b", "#2a935a", "#9a5bc9", "#c43a5e", "#a87f10", "#138f93", "#85664f")
 """Colors of curves, each visible on white and on black; they repeat after eight."""
+SMOOTHED_POINTS = 400
+"""Of a curve that has no spikes left."""
 Style = Literal["line", "smoothed", "points", "dashed", "area", "band"]
 
 
@@ -88,7 +90,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
             entry["data"] = _columns(curve) | {"lower": _coded(series.lower)}
         elif series.style == "smoothed":
             entry["raw"] = _columns(thinned(curve))
-            entry["data"] = _columns(thinned(smoothed(curve)))
+            entry["data"] = _columns(thinned(smoothed(curve), SMOOTHED_POINTS))
         else:
             entry["data"] = _columns(thinned(curve))
         found.append(entry)

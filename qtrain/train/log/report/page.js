@@ -25,7 +25,6 @@ async function start() {
     ink = dark.matches ? DARK : LIGHT;
     figures = JSON.parse(document.getElementById("data").textContent).flatMap(drawChart);
     heats = Array.from(document.querySelectorAll("[data-heat]"), heatMap);
-    for (const plot of figures) document_.add_root(plot);
   }
   for (const mode of Object.keys(modes)) ends[mode] = extent(mode);
   // A finger that scrolls the page must not draw a zoom box.
@@ -48,10 +47,21 @@ async function start() {
   theme(dark.matches);
   showMode(checked("x"));
   showLoss(checked("loss"));
-  const places = figures.map((plot) => document.getElementById("plot-" + plot.name));
-  if (document_) await Bokeh.embed.add_document_standalone(document_, document.body, places);
+  if (document_) await drawAll(document_);
   if (root.dataset.live) setTimeout(poll, 3000);
   root.dataset.ready = "yes";
+}
+
+// The figures that a screen shows first are drawn first; then the others, one after the other, while the page answers.
+async function drawAll(document_) {
+  const places = figures.map((plot) => document.getElementById("plot-" + plot.name));
+  for (const plot of figures.slice(0, 4)) document_.add_root(plot);
+  await Bokeh.embed.add_document_standalone(document_, document.body, places);
+  root.dataset.ready = "first";
+  for (const plot of figures.slice(4)) {
+    await new Promise((done) => setTimeout(done));
+    document_.add_root(plot);
+  }
 }
 
 const each = (selector, action) => document.querySelectorAll(selector).forEach(action);
@@ -66,8 +76,9 @@ return String(+tick.toPrecision(6))`;
 
 // An array from base64: {f4: ...} or {f8: ...}, by its dtype.
 function decode(coded) {
-  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
-  return coded.f4 !== undefined ? new Float32Array(bytes(coded.f4)) : new Float64Array(bytes(coded.f8));
+  const text = atob(coded.f4 !== undefined ? coded.f4 : coded.f8), bytes = new Uint8Array(text.length);
+  for (let n = 0; n < text.length; n++) bytes[n] = text.charCodeAt(n); // much faster than a callback for each
+  return coded.f4 !== undefined ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer);
 }
 
 function sourceOf(columns) {
