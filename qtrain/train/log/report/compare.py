@@ -98,6 +98,7 @@ def compare_page(runs: Sequence[ComparedRun], title: str = "Comparison of runs",
         above=above + results(groups),
         below=tables.section("settings", "Settings that differ", settings_that_differ(groups)),
         mode="tokens",
+        counted="images" if all(run.unit == "img/s" for run in runs) else "tokens",
     )
 
 

@@ -6,7 +6,7 @@ A content security policy in the page holds that: a browser refuses every reques
 import html
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qtrain.core.errors import missing_package
@@ -43,19 +43,22 @@ def page(
     below: str = "",
     heat_maps: Sequence[tuple[HeatMap, str]] = (),
     mode: str = "steps",
+    counted: str = "tokens",
     live: str | None = None,
 ) -> str:
     """The whole file.
 
     above, below: HTML before and after the charts. heat_maps: each with HTML below it. mode: the x axis to begin with.
+    counted: what the runs count, tokens or images.
     live: the version of the data, where the page is served and is to reload when it changes.
     """
     modes = modes_of(charts) or (["steps"] if heat_maps else [])
     mode = mode if mode in modes else next(iter(modes), "steps")
     curves = "".join(map(_chart, charts))
     tables = "".join(section(heat.key, heat.title, _heat_map(heat), extra) for heat, extra in heat_maps)
+    labels = {name: MODES[name] for name in modes} | ({"tokens": counted} if "tokens" in modes else {})
     loss = next((chart for chart in charts if chart.key == "loss"), None)
-    controls = _controls(modes, mode, loss, live is not None) if modes else ""
+    controls = _controls(labels, mode, loss, live is not None) if modes else ""
     policy = POLICY + ("; connect-src 'self'" if live is not None else "")
     attribute = f' data-live="{escaped(live)}"' if live is not None else ""
     library = [path.read_text(encoding="utf-8") for path in bokeh_files()] if modes else []
@@ -68,7 +71,7 @@ def page(
             f"<header><h1>{escaped(title)}</h1></header><main>{above}{controls}",
             f'<h2 class="sr">Curves</h2><div class="charts" id="charts">{curves}</div>' if curves else "",
             f"{tables}{below}</main>",
-            _data("modes", json.dumps({name: MODES[name] for name in modes})),
+            _data("modes", json.dumps(labels)),
             _data("colors", json.dumps(VIRIDIS)),
             _data("data", json.dumps([chart_data(chart) for chart in charts], allow_nan=False)),
             *(f"<script>{_inside(code)}</script>" for code in [*library, _asset("page.js")]),
@@ -109,8 +112,8 @@ def _radios(name: str, title: str, choices: Sequence[tuple[str, str]], first: st
     return f"<fieldset><legend>{title}</legend>{inputs}</fieldset>"
 
 
-def _controls(modes: Sequence[str], mode: str, loss: Chart | None, live: bool) -> str:
-    parts = [_radios("x", "x axis", [(name, MODES[name]) for name in modes], mode)]
+def _controls(labels: Mapping[str, str], mode: str, loss: Chart | None, live: bool) -> str:
+    parts = [_radios("x", "x axis", list(labels.items()), mode)]
     if loss is not None:
         choices = [("focus", "main part")] * (loss.focus is not None) + [("linear", "all"), ("log", "log")]
         parts.append(_radios("loss", "loss", choices, choices[0][0]))

@@ -32,6 +32,7 @@ def run_page(run: RunRecords, failure: str | None = None, live: str | None = Non
         + tables.section("memory", "Memory", tables.memory_plan(run))
         + tables.section("machine", "Model and hardware", tables.machine(run), tables.versions(run))
         + tables.section("settings", "Settings", tables.settings(run)),
+        counted=run.samples,
         live=live,
     )
 

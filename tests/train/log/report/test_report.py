@@ -151,9 +151,16 @@ def test_what_the_gpu_did(tmp_path):
     assert "Energy5.00 kJ0.500 J a token" in page.text and "energy (J)" in page.text
 
 
+def test_a_vision_run_counts_images(tmp_path):
+    rows = [{"step": n, "loss": 1.0, "images": 64 * n, "img_s": 100.0, "top1": 0.5} for n in range(1, 4)]
+    page = page_of(write_run(tmp_path / "run", rows))
+    assert page.data["modes"] == {"steps": "steps", "tokens": "images"} and "Images192" in page.text
+    assert {"images-linear", "accuracy-linear"} <= set(page.charts) and "Top-1 accuracy50.00%" in page.text
+
+
 def test_a_value_that_is_new_has_a_chart(tmp_path):
-    page = page_of(write_run(tmp_path / "run", [{"step": n, "loss": 1.0, "<b>new": n / 7} for n in range(5)]))
-    assert "other-0-linear" in page.charts and "<b>new" in page.text
+    page = page_of(write_run(tmp_path / "run", [{"step": n, "loss": 1.0, "</script><b>new": n / 7} for n in range(5)]))
+    assert "other-0-linear" in page.charts and "</script><b>new" in page.text
 
 
 @pytest.mark.parametrize(
