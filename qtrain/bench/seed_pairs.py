@@ -29,7 +29,7 @@ from typing import Any
 from llm_pretrain import PretrainSettings
 from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
-from qtrain.bench.pair_plot import write_plots
+from qtrain.bench.pair_pages import write_pages
 from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
@@ -41,6 +41,7 @@ from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.text import PLANNED_WITHOUT
+from qtrain.train.log.report.page import bokeh_files
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import CountOrZero
@@ -81,9 +82,9 @@ class SeedPairsSettings:
     others: tuple[str, ...] = ()
     """Further folders of such files, from other machines: runs in them are not repeated, and are in the tables."""
     json: str | None = None
-    """JSON file to write the tables to, and plots next to it as .svg; None: RUNS_DIR/results.json."""
+    """JSON file to write the tables to, and the curves next to it as .html; None: RUNS_DIR/results.json."""
     collect: bool = False
-    """Run nothing: make tables and plots of all results in --results_dir and --others, whatever their recipe."""
+    """Run nothing: make tables and pages of all results in --results_dir and --others, whatever their recipe."""
 
 
 def main(argv: list[str]) -> None:
@@ -94,6 +95,7 @@ def main(argv: list[str]) -> None:
     folders = [results_dir, *(user_path(folder, "--others") for folder in settings.others)]
     path = Path(settings.json) if settings.json else runs_dir / "results.json"
     check_json(path)
+    bokeh_files()
     for folder in folders[1:]:
         if not folder.is_dir():
             raise UserError(f"--others: {folder} is not a folder.")
@@ -148,7 +150,7 @@ def main(argv: list[str]) -> None:
 def show(
     runs: Sequence[RunResult], reference: str, failures: Mapping[str, str], path: Path, settings: Any, argv: list[str]
 ) -> None:
-    """Print the tables; write them to `path`, and the plots next to it."""
+    """Print the tables; write them to `path`, and the curves next to it."""
     tables = make_tables(runs, reference, failures)
     print(*(table.markdown() for table in tables), sep="\n\n")
     about = {
@@ -158,7 +160,8 @@ def show(
         "settings": as_dict(settings),
     }
     write_json(tables, path, about)
-    print("", f"figures     {path}", *(f"plot        {plot}" for plot in write_plots(runs, reference, path)), sep="\n")
+    pages = write_pages(runs, reference, path)
+    print("", f"figures     {path}", *(f"curves      {page}" for page in pages), sep="\n")
 
 
 # ---- what to run ----------------------------------------------------------------------------------------------------

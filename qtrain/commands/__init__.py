@@ -3,5 +3,6 @@
 COMMANDS = {
     "evaluate": "measure a run, a checkpoint, an exported folder or a model of the hub",
     "export": "write one of these in low bits, with the codes that training multiplied with",
+    "report": "draw a run as an HTML page, compare several, or follow one that trains",
 }
 """Name -> what it does."""

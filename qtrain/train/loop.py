@@ -30,7 +30,7 @@ from qtrain.train.log.device_metrics import device_metrics, joules_of_all
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
-from qtrain.train.log.report import write_report
+from qtrain.train.log.report.write import try_write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.out_of_memory import out_of_memory
@@ -190,7 +190,7 @@ class Training:
         for name, value in results.items():
             log.info("%s %.4f", name, value)
         if rank() == 0:
-            write_report(self.run.folder.path)
+            try_write_report(self.run.folder.path, quiet=True)
 
     def _step(self, status: StatusLine, stop: StopSignals) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
@@ -482,10 +482,7 @@ def log_results(run: Run) -> None:
     """Write report.html; log where it and the last checkpoint are. Rank 0 does."""
     if rank() != 0:
         return
-    try:
-        log.info("report      %s", write_report(run.folder.path))
-    except OSError as error:
-        log.warning("report.html cannot be written: %s", error.strerror)
+    try_write_report(run.folder.path)
     if skipped := _skipped_records(run.state.data):
         log.info("skipped     %s bad records of the training data", f"{skipped:,}")
     if run.settings.keep_ckpts:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.bench.pair_plot import write_plots
+from qtrain.bench.pair_pages import write_pages
 from qtrain.bench.pair_results import (
     RunResult,
     averaged,
@@ -19,6 +19,7 @@ from qtrain.bench.pair_results import (
 )
 from qtrain.core.errors import UserError
 from tests.data.corpora import write_jsonl
+from tests.train.log.report.pages import Page
 
 
 def run(variant: str, seed: int, end: float, data: str = "day1", **changes) -> RunResult:
@@ -133,11 +134,18 @@ def test_a_thinned_curve_keeps_the_mean_and_the_end():
     assert len(points) == 300 and points[0] == [4, 2.5] and points[-1] == [1200, 1198.5] and averaged([]) == []
 
 
-def test_the_plot_has_a_panel_for_each_variant(tmp_path):
+def test_each_recipe_has_a_page_that_compares_with_the_reference(tmp_path):
     longer = [run(name, 1, 2.0, recipe={"n_steps": 40}) for name in ("bf16", "int8")]
-    plots = write_plots([*RUNS, *longer], "bf16", tmp_path / "x.json")
-    assert [plot.name for plot in plots] == ["x.svg", "x-2.svg"]
-    text = plots[0].read_text()
-    assert text.count('class="name"') == 2 and "+0.0200 ± 0.0100 at the end, 3 pairs" in text
-    assert text.count('class="pair"') == 3 and text.count('class="band"') == 1 and text.count('class="mean"') == 2
-    assert not write_plots([RUNS[0]], "bf16", tmp_path / "y.json")
+    pages = write_pages([*RUNS, *longer], "bf16", tmp_path / "x.json")
+    assert [page.name for page in pages] == ["x.html", "x-2.html"]
+    page = Page(pages[0].read_text())
+    # 0.01, 0.04, 0.01 by hand, above; fp8 has a pair of seed 2 alone.
+    assert "int8+0.0200 ± 0.010020" in page.text and "fp8-seed2-0.005020" in page.text
+    assert {"over-validation-linear", "validation-linear"} <= set(page.charts)
+    assert not write_pages([RUNS[0]], "bf16", tmp_path / "y.json")
+
+
+def test_runs_on_other_data_are_not_on_the_page(tmp_path):
+    other = [run("bf16", 4, 1.0, "day2"), run("int8", 4, 1.1, "day2")]
+    first, second = write_pages([*RUNS, *other], "bf16", tmp_path / "x.json")
+    assert "+0.1000" not in first.read_text() and "+0.1000" in second.read_text()

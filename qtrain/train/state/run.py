@@ -25,7 +25,7 @@ from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel, reassign
 from qtrain.quant.scheme_map import scheme_of
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.log.report import write_report
+from qtrain.train.log.report.write import try_write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.settings.machine import choose_dtype
 from qtrain.train.settings.settings import TrainSettings
@@ -312,8 +312,7 @@ class Run:
         log, said = logging.getLogger("qtrain"), str(known or first_line(error))
         log.error("%s", said, extra=FILE_ONLY, exc_info=None if known else error)
         if rank() == 0:
-            with contextlib.suppress(OSError):
-                write_report(self.folder.path, failure=said)
+            try_write_report(self.folder.path, failure=said, quiet=True)
 
     def _take_folder(self) -> None:
         # A new run that continues an older checkpoint names it, and starts with the curves so far.

@@ -105,7 +105,7 @@ def test_results_are_in_the_metrics_the_trackers_and_the_report(tmp_path, monkey
     last = read_metrics(run / "metrics.jsonl")[-1]
     assert last["step"] == 2 and found.items() <= last.items()
     assert ListTracker.logged[-1][0] == 2 and found.items() <= ListTracker.logged[-1][1].items()
-    assert "<th>lm_eval/arc_easy/acc</th><td>0.2500 (step 2)</td>" in (run / "report.html").read_text()
+    assert "<dt>lm_eval/arc_easy/acc</dt><dd>0.2500<small>step 2</small></dd>" in (run / "report.html").read_text()
     assert "lm_eval/arc_easy/acc 0.2500" in done.out
 
 
