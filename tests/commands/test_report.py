@@ -33,6 +33,13 @@ def test_several_runs_are_compared():
     assert call(main, ["report", "runs/a", "runs/b"]).code == 0 and Path("compare.html").is_file()
 
 
+def test_runs_are_sent_to_a_tracker():
+    done = call(main, ["report", "--to", "tensorboard", "runs/a", "runs/b"])
+    assert done.code == 0, done.err
+    assert done.out == "".join(f"sent        5 records of runs/{x} to tensorboard\n" for x in "ab")
+    assert list(Path("runs/a").rglob("events.out.tfevents*")) and not Path("runs/a/report.html").exists()
+
+
 def test_neither_torch_nor_a_gpu_is_needed():
     code = (
         "import sys, runpy; sys.argv = ['-m', 'report', 'runs/a']\n"
@@ -52,6 +59,8 @@ def broken(folder: str, **files: str | None) -> str:
 
 
 MISTAKES = {
+    "an unknown tracker": (["--to", "wandv", "runs/a"], "Did you mean 'wandb'?"),
+    "a tracker and a page": (["--to", "tensorboard", "--out", "x.html", "runs/a"], "--to: it sends runs and draws no"),
     "no run": ([], "--runs: no run is named"),
     "an empty name": ([""], "--runs: the value is empty"),
     "a NUL": (["runs/\0"], "NUL character"),
