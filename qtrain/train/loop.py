@@ -24,6 +24,7 @@ from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.scheme_map import spec_text
+from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
@@ -83,6 +84,7 @@ class Training:
         self._evaluated = from_rank_0(
             lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
         )
+        self.health = HealthMonitor(run, forward, self._health_path, state.step if resumed else None)
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
@@ -94,6 +96,10 @@ class Training:
     def _metrics_path(self) -> Path:
         """Rank 0 writes the metrics of all."""
         return self.run.folder.path / "metrics.jsonl" if rank() == 0 else Path(os.devnull)
+
+    @property
+    def _health_path(self) -> Path:
+        return self.run.folder.path / "health.jsonl"
 
     def _open_trackers(self) -> Trackers:
         run, settings = self.run, self.run.settings
@@ -134,6 +140,7 @@ class Training:
             # Also when training fails: a checkpoint that is under way is still worth its disk space.
             self._settle_save()
             self.metrics.close()
+            self.health.close()
             self.trackers.close()
         if self._ended:
             return None
@@ -168,6 +175,7 @@ class Training:
     def _step(self, status: StatusLine, stop: StopSignals) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
         batches, positions = zip(*self._next_batches(), strict=True)
+        self.health.before_step(batches, state.step + 1)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
         # The backward pass below updates the weights itself.
         if self.in_backward is not None:
@@ -338,6 +346,7 @@ class Training:
         if rank() == 0:
             # The lines so far are still readable through the open file.
             self.metrics.move(self._metrics_path)
+            self.health.move(self._health_path)
         self.trackers.close()
         self.trackers = self._open_trackers()
         self._save(wait=True)
