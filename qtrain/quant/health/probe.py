@@ -152,7 +152,7 @@ class LinearProbe:
         if request.groups is None:
             return _Sample(spread(t.shape[0], SAMPLE, t.device))
         of_block = request.groups.group_of_block.long()
-        counts = torch.bincount(of_block.clamp(min=0), minlength=request.groups.count)
+        counts = torch.bincount(of_block + 1, minlength=request.groups.count + 1)[1:]  # blocks of none are -1
         expert = int(counts.argmax())  # synchronizes: the number of its rows is a shape
         rows = (of_block.repeat_interleave(BLOCK_ROWS) == expert).nonzero().flatten()
         return _Sample(rows[spread(rows.shape[0], SAMPLE, t.device)], rows, expert)

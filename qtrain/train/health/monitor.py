@@ -9,6 +9,7 @@ Samples are off where layers exist only in parts, or only while they run: their 
 """
 
 import gc
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,8 @@ class HealthMonitor:
             fault = self._faults.setdefault(name, _Fault(step))
             fault.samples += 1
             new = [cause for cause in causes if (name, cause) not in self._warned]
-            if fault.samples < CONFIRMED:
+            # A delayed scale follows a tensor that grows in so many steps.
+            if fault.samples < CONFIRMED or step - fault.since < judged.steps:
                 continue
             if judged.remedy is not None and self._fallback and fault.samples >= self._fallback:
                 moves[name] = judged.remedy
@@ -146,7 +148,7 @@ class HealthMonitor:
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
             return _Judged()
-        scheme, what_if, text = None, row.get("what_if"), f'--quantize_overrides \'{{"{name}":"{{}}"}}\''
+        scheme, what_if = None, row.get("what_if")
         if what_if:
             choice = next(choice for choice in self._quantized.choices if choice.name == name)
             scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
@@ -156,12 +158,14 @@ class HealthMonitor:
             has = "leaves it in high precision" if better is None else f"has {percent(better)}"
             if finding.tensor is None and scheme not in (None, "bf16"):
                 has = "has better codes of its operands"
-            return f"{text.format(scheme or 'bf16')} {has}"
+            override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
+            return f"--quantize_overrides '{override}' {has}"
 
         fixed = linear.scheme.latent or linear.scheme.stored_format is not None
         return _Judged(
             {f.cause: (f.value / f.bound, f"{name} {f.gemm}: {f.words()}", advice(f)) for f in found},
             None if fixed else scheme,
+            linear.scheme.amax_history,
         )
 
     def _router(self, row: Row) -> "_Judged":
@@ -203,6 +207,8 @@ class _Judged:
 
     causes: dict[str, tuple[float, str, str]] = field(default_factory=dict)
     remedy: Spec | None = None
+    steps: int = 0
+    """For so many it must go on before it counts."""
 
     def _worst(self, causes: Sequence[str]) -> tuple[float, str, str]:
         return max(self.causes[cause] for cause in causes)

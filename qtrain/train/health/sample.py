@@ -28,7 +28,7 @@ from qtrain.quant.weight_codes import WeightCodes
 from qtrain.train.step.forward import Forward
 
 TOKENS = 1024
-"""Of one sequence: the first ones."""
+"""Of as many sequences as have no more together, but of one at least: its first ones."""
 IMAGES = 4
 TURN = 4
 """Linears of a sample that are compared with other schemes, and whose gradient is."""
@@ -148,11 +148,13 @@ class Sampler:
 
 
 def piece_of(batch: TensorBatch) -> TensorBatch:
-    """The part of a micro-batch that is sampled: of text the sequence with the most trained tokens at its start."""
+    """The part of a micro-batch that is sampled: of text the sequences with the most trained tokens at their start."""
     if not isinstance(batch, Batch):
         return batch.each(lambda t: t[:IMAGES])
-    row = int((batch.labels[:, :TOKENS] >= 0).sum(dim=1).argmax())
-    return batch.each(lambda t: t[row : row + 1, :TOKENS].contiguous())
+    trained = (batch.labels[:, :TOKENS] >= 0).sum(dim=1)
+    count = min(len(trained), max(1, TOKENS // batch.labels.shape[1]))
+    rows = trained.argsort(descending=True, stable=True)[:count]
+    return batch.each(lambda t: t[rows, :TOKENS])
 
 
 def _turn(choices: Sequence[LinearChoice], number: int) -> list[str]:
