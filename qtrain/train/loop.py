@@ -31,6 +31,7 @@ from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
+from qtrain.train.plan.linears import describe_low_bits
 from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -142,6 +143,7 @@ class Training:
             self.metrics.close()
             self.health.close()
             self.trackers.close()
+        log.info("%s", describe_low_bits(run.quantized.choices, self.plan.linear_rows))
         if self._ended:
             return None
         if not settings.keep_ckpts:

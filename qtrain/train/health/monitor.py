@@ -163,7 +163,10 @@ class HealthMonitor:
 
         fixed = linear.scheme.latent or linear.scheme.stored_format is not None
         return _Judged(
-            {f.cause: (f.value / f.bound, f"{name} {f.gemm}: {f.words()}", advice(f)) for f in found},
+            {
+                f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
+                for f in found
+            },
             None if fixed else scheme,
             linear.scheme.amax_history,
         )
@@ -178,7 +181,7 @@ class HealthMonitor:
         most = sorted(load, reverse=True)[: moe.per_token]
         what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
         flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
-        return _Judged({"load": (1.0, what, f"{flag} evens them out")}, None)
+        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, None)
 
     # ---- what has been said ------------------------------------------------------------------------------------------
 
@@ -202,15 +205,15 @@ class HealthMonitor:
 
 @dataclass
 class _Judged:
-    """What is wrong with a linear or a router: cause -> (value over bound, sentence, advice); and the scheme that mends
-    it, if it is known and the linear can run in it."""
+    """What is wrong with a linear or a router: cause -> (order, sentence, advice); and the scheme that mends it, if it
+    is known and the linear can run in it. Of several causes a tensor's comes before a product's, which follows."""
 
-    causes: dict[str, tuple[float, str, str]] = field(default_factory=dict)
+    causes: dict[str, tuple[tuple[bool, float], str, str]] = field(default_factory=dict)
     remedy: Spec | None = None
     steps: int = 0
     """For so many it must go on before it counts."""
 
-    def _worst(self, causes: Sequence[str]) -> tuple[float, str, str]:
+    def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
         return max(self.causes[cause] for cause in causes)
 
     def text(self, causes: Sequence[str], since: int) -> str:
