@@ -32,7 +32,7 @@ REMEDIES = ("fp8_rowwise", "fp8_blockwise", "int8")
 """Those to move to, the first one that helps: they run on the tensor cores of every GPU that has their format."""
 
 SATURATED = 2e-3
-"""Of delayed scaling: a step whose tensors have grown cuts off up to 0.05%."""
+"""Of delayed scaling, whose scales are those of earlier steps. Others do not cut off but as their format says (MX)."""
 FLUSHED = 0.2
 FLOAT_ERROR = 1.6
 """Times that of Gaussian data, which a float format has of almost any data; e5m2 has twice that of e4m3."""
@@ -128,10 +128,11 @@ def _bounds(scheme: LowBitScheme, name: TensorName) -> dict[str, float]:
         error /= 2  # a mantissa bit less than e4m3
     is_float = fmt is not None and FORMATS[fmt.fmt].is_float
     bounds = {
-        "saturated": SATURATED + 3 * usual["saturated"],
         # Rounded stochastically, an element below the step has an error of the step and no bias.
         "error": FLOAT_ERROR * error if is_float else error + (1.0 if rounds else INTEGER_ERROR),
     }
+    if scheme.amax_history and name != "w":
+        bounds["saturated"] = SATURATED
     return bounds if rounds else {**bounds, "flushed_sum": FLUSHED + 3 * usual["flushed_sum"]}
 
 

@@ -1,6 +1,7 @@
 """Health samples of real runs: they change no bit of the training, resume with it, and see every kind of linear."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ LORA = {"r": 4, "dropout": 0.1}
 @pytest.mark.parametrize(
     ("main", "settings"),
     [
+        (llm_finetune.main, {"quantize": "int8", "lora": LORA, "pretrained": False}),
+        (llm_pretrain.main, {"quantize": "fp8_rowwise", "shape": {**DEEPSEEK, "vocab_size": 258},
+                             "router_bias_rate": 0.01}),
         (llm_pretrain.main, {"quantize": "int8", "quantize_lm_head": True, "gradient_accumulation": 2}),
         (llm_pretrain.main, {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}}),
         (llm_pretrain.main, {"quantize": "fp8_blockwise", "activation_checkpointing": "full", "mlp_chunks": 2,
@@ -69,12 +73,9 @@ LORA = {"r": 4, "dropout": 0.1}
         (llm_pretrain.main, {"quantize": "int8", "model_impl": "hf"}),
         (llm_pretrain.main, {"quantize": "nvfp4", "optimizer_in_backward": True, "clip_grad_norm": 0}),
         (llm_pretrain.main, {"quantize": "int8", "shape": WIDE, "router_balance_loss": 0.01}),
-        (llm_pretrain.main, {"quantize": "fp8_rowwise", "shape": {**DEEPSEEK, "vocab_size": 258},
-                             "router_bias_rate": 0.01}),
-        (llm_finetune.main, {"quantize": "int8", "lora": LORA, "pretrained": False}),
         (llm_finetune.main, {"quantize": "fp8_rowwise", "lora": {**LORA, "base": "nf4"}, "pretrained": False}),
     ],
-    ids=["int8", "delayed", "recomputed", "hf", "in_backward", "experts", "mla", "lora", "qlora"],
+    ids=["lora", "mla", "int8", "delayed", "recomputed", "hf", "in_backward", "experts", "qlora"],
 )  # fmt: skip
 def test_a_run_with_samples_is_that_without_bit_for_bit(main, settings):
     if settings.get("mlp_chunks"):
@@ -115,8 +116,6 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one():
     cut = next(Path("runs").glob("*/*_cut"))
     (checkpoint,) = (cut / "checkpoints").glob("*4")
     (newest,) = (cut / "checkpoints").glob("*6")
-    import shutil
-
     shutil.rmtree(newest)
     done = call(
         llm_pretrain.main,
