@@ -36,6 +36,8 @@ SATURATED = 2e-3
 FLUSHED = 0.2
 FLOAT_ERROR = 1.6
 """Times that of Gaussian data, which a float format has of almost any data; e5m2 has twice that of e4m3."""
+MX_ERROR = 0.03
+"""Added: MX scales are rounded down, and may cut off an eighth of the largest elements."""
 INTEGER_ERROR = 0.15
 """Added: the step of integers follows the largest element of a row."""
 PRODUCT, PRODUCT_MARGIN = 5.0, 0.1
@@ -127,9 +129,10 @@ def _bounds(scheme: LowBitScheme, name: TensorName) -> dict[str, float]:
     if name != "dy" and fmt is not None and fmt.fmt == "e5m2":
         error /= 2  # a mantissa bit less than e4m3
     is_float = fmt is not None and FORMATS[fmt.fmt].is_float
+    cut = MX_ERROR if fmt is not None and fmt.scale_dtype == torch.float8_e8m0fnu else 0.0
     bounds = {
         # Rounded stochastically, an element below the step has an error of the step and no bias.
-        "error": FLOAT_ERROR * error if is_float else error + (1.0 if rounds else INTEGER_ERROR),
+        "error": FLOAT_ERROR * error + cut if is_float else error + (1.0 if rounds else INTEGER_ERROR),
     }
     if scheme.amax_history and name != "w":
         bounds["saturated"] = SATURATED
