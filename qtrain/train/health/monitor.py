@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from qtrain.comm.ranks import from_rank_0, rank
+from qtrain.core.errors import first_line
 from qtrain.data.batch import TensorBatch
 from qtrain.quant import reassign
 from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
@@ -101,11 +102,10 @@ class HealthMonitor:
         trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
         try:
             rows = self._sampler.sample(batches[0], trained, step // self._interval, self._faults.keys())
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        except Exception as error:  # training goes on without: it needs no sample
+            why = "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
             del error  # its frames hold the sample's tensors
-            log.warning("health      off from step %d on: a sample takes more memory than is free", step)
+            log.warning("health      off from step %d on: a sample %s", step, why)
             self._sampler = None
             gc.collect()
             if self._run.device.type == "cuda":

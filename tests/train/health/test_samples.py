@@ -146,14 +146,21 @@ def test_the_default_takes_no_sample_in_a_short_run_and_none_without_low_bits():
     assert not (run("plain", quantize="bf16", health=1) / "health.jsonl").exists()
 
 
-def test_a_sample_without_memory_ends_the_samples_and_not_the_run(monkeypatch):
-    def no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "takes more memory than is free"),
+        (RuntimeError("no kernel\nfor this"), "failed (no kernel)"),
+    ],
+)
+def test_a_sample_that_fails_ends_the_samples_and_not_the_run(monkeypatch, error, why):
+    def fail(*_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(monitor.Sampler, "sample", no_memory)
+    monkeypatch.setattr(monitor.Sampler, "sample", fail)
     folder = run("full", quantize="int8", health=2)
     assert not (folder / "health.jsonl").exists()
-    assert (folder / "train.log").read_text().count("health      off from step 2 on") == 1
+    assert (folder / "train.log").read_text().count(f"health      off from step 2 on: a sample {why}") == 1
 
 
 def test_the_piece_of_a_batch_is_the_sequence_with_the_most_to_learn():
