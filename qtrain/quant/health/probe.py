@@ -23,7 +23,7 @@ from qtrain.quant.health.measures import SAMPLE, code_values, measure, product_e
 from qtrain.quant.high_precision import HIGH_PRECISION
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.tensor_roles import Gemm, NeedsOperand, TensorName
+from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -54,10 +54,7 @@ class LinearProbe:
 
     def __call__(self, arguments: LinearArguments) -> LinearArguments:
         """The arguments of a pass that is measured."""
-        unrecorded = (
-            None if scale is None else scale._replace(amax=None) for scale in (arguments.x_scale, arguments.dy_scale)
-        )
-        x_scale, dy_scale = unrecorded
+        x_scale, dy_scale = _unrecorded(arguments.x_scale), _unrecorded(arguments.dy_scale)
         return arguments._replace(x_scale=x_scale, dy_scale=dy_scale, observe=self._observe)
 
     @torch.no_grad()
@@ -170,6 +167,10 @@ class _Sample(NamedTuple):
     """Those that the gradient of the weight sums over; None: all."""
     expert: int = 0
     """The matrix that they are multiplied with."""
+
+
+def _unrecorded(scale: DelayedScale | None) -> DelayedScale | None:
+    return None if scale is None else scale._replace(amax=None)
 
 
 def _read_rows(operand: Operand | None, t: Tensor, rows: Tensor) -> Tensor:
