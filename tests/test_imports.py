@@ -43,6 +43,7 @@ INNER = {
     "data.examples": {"data", "data.tokenizers"},
     "data.images": {"data"},
     "quant.schemes": {"quant"},
+    "quant.health": {"quant"},
     "parallel": set(),
     "parallel.layers": {"parallel"},
     "parallel.sharding": {"parallel", "parallel.layers"},
@@ -55,10 +56,11 @@ INNER = {
     "train.log": set(),
     "train.state": {"train.settings", "train.log"},
     "train.step": {"train.settings", "train.log", "train.state"},
+    "train.health": {"train.settings", "train.log", "train.state", "train.step"},
     "train.plan": {"train.settings", "train.log", "train.state", "train.step"},
     "train.assembly": {"train.settings", "train.log", "train.state", "train.step", "train.plan", "train.eval"},
     "train.eval": {"train.settings", "train.step"},
-    "train": {"train.settings", "train.log", "train.state", "train.step", "train.plan"},
+    "train": {"train.settings", "train.log", "train.state", "train.step", "train.plan", "train.health"},
 }
 """What a part of a room may import of that room, besides itself; "train": the room's own files, not its folders."""
 

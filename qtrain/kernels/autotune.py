@@ -14,7 +14,8 @@ import os
 import re
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,21 @@ def tunes() -> bool:
     given = os.environ.get("QTRAIN_TUNE", "1")
     if given not in ("0", "1"):
         raise UserError(f"QTRAIN_TUNE: {given!r} is not allowed; 0 times nothing, 1 (the default) times candidates.")
-    return given == "1"
+    return given == "1" and not _paused
+
+
+_paused = False
+
+
+@contextmanager
+def without_tuning() -> Iterator[None]:
+    """Inside, shapes without a choice take the first name: those that run a few times are not worth the timing."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def check_environment() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant import gemm_table
-from qtrain.quant.execute import Exchange, OperandRequest
+from qtrain.quant.execute import Exchange, Observe, OperandRequest
 from qtrain.quant.scheme import LowBitScheme, applies
 from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
@@ -27,6 +27,7 @@ class LinearArguments(NamedTuple):
     groups: TokenPermutation | None = None
     """The rows of x and dy that belong to each of the weight's matrices, if it has several."""
     exchange: Exchange | None = None
+    observe: Observe | None = None
 
     @property
     def block_groups(self) -> BlockGroups | None:
@@ -36,7 +37,9 @@ class LinearArguments(NamedTuple):
     def request(self, name: TensorName, needs: NeedsOperand) -> OperandRequest:
         """For the operands of x [M, K] or dy [M, N]."""
         delayed = self.x_scale if name == "x" else self.dy_scale
-        return OperandRequest(self.scheme, name, needs, self.key, delayed, self.block_groups, self.exchange)
+        return OperandRequest(
+            self.scheme, name, needs, self.key, delayed, self.block_groups, self.exchange, self.observe
+        )
 
     def multiply(
         self,

@@ -6,6 +6,7 @@ what a GEMM reads along a tensor's columns is quantized into transposed codes. A
 itself. Quantizers (`quantizers.py`) are looked up by format, and so are products (`LinearArguments.multiply`).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -67,6 +68,8 @@ class OperandRequest(NamedTuple):
     """The groups of the tensor's rows, each of which a product multiplies on its own (`experts.py`); scales of whole
     columns are then one per group."""
     exchange: Exchange | None = None
+    observe: "Observe | None" = None
+    """Is given the tensor and its operands; None: nothing looks at them."""
 
     @property
     def formats(self) -> FormatPair:
@@ -83,8 +86,21 @@ class OperandRequest(NamedTuple):
         return self.exchange is not None and self.exchange.covers(self)
 
 
+Observe = Callable[[OperandRequest, Tensor, Operands], None]
+"""What a health sample does with a tensor [M, K] in memory and what its GEMMs read of it."""
+
+
 def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
     """The operands of t [M, K]; t itself for a GEMM in high precision, or one that does not run."""
+    if request.observe is None:
+        return _quantize_operands(t, request)
+    t = in_memory(t)
+    operands = _quantize_operands(t, request)
+    request.observe(request, t, operands)
+    return operands
+
+
+def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
     if request.exchanges:
         return request.exchange.quantize(t, request)
     rows, columns = request.formats
@@ -148,10 +164,10 @@ def quantize_swiglu_operands(
     Of "x": operands of swiglu(x) [M, I], the input of the down projection. Of "dy": operands of the gradient [M, 2I] of
     x, given the gradient dy [M, I] of swiglu(x). router_dots: whether `router_dots_ref(dy, x)` is wanted too.
     """
-    if request.exchanges:
-        # Scales may span ranks, which no fused kernel knows: the exchange quantizes the tensor in memory.
+    if request.exchanges or request.observe is not None:
+        # Scales may span ranks, which no fused kernel knows, or the tensor is looked at: it is quantized in memory.
         t, dots = activation_dots(x, dy, router_dots)
-        return SwiGLUOperands(request.exchange.quantize(t, request), dots)
+        return SwiGLUOperands(quantize_operands(t, request), dots)
     (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding
     power_of_two = request.scheme.power_of_two
     if delayed is not None and rows is not None and rows == columns:

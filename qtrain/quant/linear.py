@@ -10,7 +10,7 @@ checkpoints and exports know; with it are kept the weight's codes (`weight_codes
 of x and dy are kept too, with the absmax seen since the last step (`delayed_scaling.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,8 @@ class LowBitLinear(nn.Module):
         """Whether the weight comes and goes with its codes (full sharding): whoever brings it calls `refresh`."""
         self.weight_amax: WeightAmax | None = None
         """Left by the optimizer: of the weight, or of this process's rows of it with codes_only."""
+        self.probe: Callable[[LinearArguments], LinearArguments] | None = None
+        """What a health sample makes of the arguments of this linear (`health/probe.py`); None: it runs as it is."""
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
@@ -199,7 +201,8 @@ class LowBitLinear(nn.Module):
         if self.scheme.amax_history:  # an evaluation records nothing
             x_scale = DelayedScale(self.x_scale, self.x_amax if self.training else None)
             dy_scale = DelayedScale(self.dy_scale, self.dy_amax if self.training else None)
-        return LinearArguments(self.scheme, key, self.weight_codes.operands(), x_scale, dy_scale)
+        arguments = LinearArguments(self.scheme, key, self.weight_codes.operands(), x_scale, dy_scale)
+        return arguments if self.probe is None else self.probe(arguments)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"

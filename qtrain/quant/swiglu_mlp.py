@@ -196,6 +196,8 @@ class SwiGLUMLPFunction(torch.autograd.Function):
 def _rowwise(
     up: LinearArguments, down: LinearArguments, needs_gradient: NeedsOperand, needs_activation: NeedsOperand
 ) -> RowwiseMLP | None:
+    if up.observe is not None or down.observe is not None:
+        return None  # a health sample looks at each tensor with both of its operands
     activation = rowwise_swiglu(down.scheme, "x", down.key, needs_activation)
     gradient = rowwise_swiglu(up.scheme, "dy", up.key, needs_gradient)
     return RowwiseMLP(activation, gradient) if activation and gradient else None

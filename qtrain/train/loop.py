@@ -26,6 +26,7 @@ from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.scheme_map import spec_text
+from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.device_metrics import device_metrics, joules_of_all
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
@@ -33,6 +34,7 @@ from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report.write import try_write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
+from qtrain.train.plan.linears import describe_low_bits
 from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -98,6 +100,7 @@ class Training:
         self._evaluated = from_rank_0(
             lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
         )
+        self.health = HealthMonitor(run, forward, self._health_path, state.step if resumed else None)
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.sensors = GpuSensors(run.device)
@@ -115,6 +118,10 @@ class Training:
     def _past_records(self) -> list[dict[str, Any]]:
         """Of the last steps of a resumed run, which later ones are compared with: the same on all ranks."""
         return from_rank_0(lambda: read_metrics(self.metrics.path)[-2 * WINDOW :])
+
+    @property
+    def _health_path(self) -> Path:
+        return self.run.folder.path / "health.jsonl"
 
     def _open_trackers(self) -> Trackers:
         run, settings = self.run, self.run.settings
@@ -155,7 +162,9 @@ class Training:
             # Also when training fails: a checkpoint that is under way is still worth its disk space.
             self._settle_save()
             self.metrics.close()
+            self.health.close()
             self.trackers.close()
+        log.info("%s", describe_low_bits(run.quantized.choices, self.plan.linear_rows))
         if self._ended:
             return None
         if not settings.keep_ckpts:
@@ -195,6 +204,7 @@ class Training:
     def _step(self, status: StatusLine, stop: StopSignals) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
         batches, positions = zip(*self._next_batches(), strict=True)
+        self.health.before_step(batches, state.step + 1)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
         # The backward pass below updates the weights itself.
         if self.in_backward is not None:
@@ -286,6 +296,8 @@ class Training:
         self.metrics = MetricsLog(self._metrics_path, self.run.state.step if rank() == 0 else None)
         self.trackers.close()
         self.trackers = self._open_trackers()
+        self.health.close()
+        self.health = HealthMonitor(self.run, self.forward, self._health_path, self.run.state.step)
         note_step(self.run.state.step)
 
     @staticmethod
@@ -419,6 +431,7 @@ class Training:
         if rank() == 0:
             # The lines so far are still readable through the open file.
             self.metrics.move(self._metrics_path)
+            self.health.move(self._health_path)
         self.trackers.close()
         self.trackers = self._open_trackers()
         self._save(wait=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qtrain.core.errors import UserError
 from qtrain.core.hardware import limit_allocator
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
@@ -105,6 +106,8 @@ def assemble(
         parallel,
         data_files=files,
     )
+    if settings.health_fallback and quantized.fixed:
+        raise UserError(f"--health_fallback: {quantized.fixed}, so linears cannot move to other schemes; leave it out.")
     # Last, when everything exists that a checkpoint fills.
     run.restore()
     return run

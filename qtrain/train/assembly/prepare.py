@@ -20,6 +20,7 @@ from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.fit import advice, fit, flags_within
 from qtrain.train.plan.linears import (
     check_overrides,
+    describe_low_bits,
     plan_linears,
     refuse_no_swap,
     resolve_auto_scheme,
@@ -71,7 +72,9 @@ def prepare(
         fitted = getattr(checked.settings, "fit", "off") == "auto"  # it has searched already
         found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
         plan = dataclasses.replace(plan, advice=found, within=within)
+    plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
     lines = [
+        describe_low_bits(linears, plan.linear_rows),
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
@@ -82,7 +85,7 @@ def prepare(
         *describe_choices(linears),
     ]
     lines += architecture.notes(linears)
-    lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
+    lines += warn_high_precision(linears, checked.scheme, checked.dtype, plan.linear_rows)
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))

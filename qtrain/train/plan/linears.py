@@ -70,13 +70,25 @@ def warn_high_precision(
     """
     if not isinstance(scheme.root, LowBitScheme):
         return []
-    work = {linear: linear.weights * (1 if rows is None else rows.get(linear.name, 0)) for linear in linears}
-    left = {linear: flops for linear, flops in work.items() if linear.scheme is None}
-    share = sum(left.values()) / max(sum(work.values()), 1)
+    left, share = [linear for linear in linears if linear.scheme is None], 1 - _low_bit_share(linears, rows)
     if share <= 0.5:
         return []
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {name}: {_reasons(left)}"]
+
+
+def describe_low_bits(linears: Sequence[LinearChoice], rows: Mapping[str, float] | None) -> str:
+    """How much of the linears runs in low bits, in a line. rows: as for `warn_high_precision`."""
+    swapped = sum(linear.scheme is not None for linear in linears)
+    share = 100 * _low_bit_share(linears, rows)
+    return f"low bits in {swapped:,} of {len(linears):,} linears, {share:.0f}% of their FLOPs"
+
+
+def _low_bit_share(linears: Sequence[LinearChoice], rows: Mapping[str, float] | None) -> float:
+    """Of the linears' FLOPs; 1 without any."""
+    work = [linear.weights * (1 if rows is None else rows.get(linear.name, 0)) for linear in linears]
+    left = sum(flops for linear, flops in zip(linears, work, strict=True) if linear.scheme is None)
+    return 1 - left / max(sum(work), 1)
 
 
 def _reasons(linears: Iterable[LinearChoice]) -> str:

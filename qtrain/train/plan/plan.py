@@ -69,6 +69,8 @@ class Plan:
     unit: SampleUnit = TOKENS
     world: WorldPlan | None = None
     """With --world_size."""
+    linear_rows: Mapping[str, float] | None = None
+    """Rows of the input of each linear, by its name; None: the same for all."""
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
         """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""

@@ -320,8 +320,9 @@ class Run:
         try:
             self._locks.enter_context(locked(self.folder.path))
             self._save_config(parent)
-            if parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
-                shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
+            for name in ("metrics.jsonl", "health.jsonl"):
+                if parent and (lines := self.folder.parent / name).exists():
+                    shutil.copyfile(lines, self.folder.path / name)
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
 

@@ -1,0 +1,1 @@
+"""What low bits do to the tensors and products of linears: measures of a sample, and what they mean."""

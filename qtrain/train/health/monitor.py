@@ -1,0 +1,241 @@
+"""Health of a run: takes samples, writes RUN/health.jsonl, warns once of each fault, and moves linears if asked to.
+
+A fault counts from the second sample in a row on: by then other schemes have been compared on the linear, so that the
+warning can name one. What has been warned of, and for how many samples a linear has been at fault, is read from the
+lines of health.jsonl when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme
+is agreed on by all ranks and part of every checkpoint.
+
+Samples are off where layers exist only in parts, or only while they run: their collectives need all ranks.
+"""
+
+import gc
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtrain.comm.ranks import from_rank_0, rank
+from qtrain.core.errors import first_line
+from qtrain.data.batch import TensorBatch
+from qtrain.quant import reassign
+from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
+from qtrain.quant.scheme_map import Spec, scheme_of
+from qtrain.train.health.sample import Row, Sampler
+from qtrain.train.log.failures import is_out_of_memory
+from qtrain.train.log.metrics import MetricsLog, read_metrics
+from qtrain.train.state.run import Run
+from qtrain.train.step.forward import Forward
+
+log = logging.getLogger("qtrain")
+
+CONFIRMED = 2
+"""Samples in a row after which a fault is one."""
+SAID = 8
+"""Warnings of one sample in the log; health.jsonl has all."""
+
+
+@dataclass
+class _Fault:
+    """A linear or a router that is at fault."""
+
+    since: int
+    samples: int = 0
+
+
+class HealthMonitor:
+    """The health of a run. path: of health.jsonl; resumed_step: lines of later steps are removed; None: a new run."""
+
+    def __init__(self, run: Run, forward: Forward, path: Path, resumed_step: int | None = None):
+        self._run, self._quantized, self._path = run, run.quantized, path
+        self._interval, self._fallback = run.settings.health, run.settings.health_fallback
+        self._sampler: Sampler | None = Sampler(run.model, run.quantized, forward)
+        self._faults: dict[str, _Fault] = {}
+        self._warned: set[tuple[str, str]] = set()
+        """(linear or router, cause)"""
+        self._log: MetricsLog | None = None
+        if not self._sampler.has_work:
+            self._interval = 0
+        elif self._interval and (reason := self._off_reason()):
+            log.info("health      off: %s", reason)
+            self._interval = 0
+        # What is sampled after a checkpoint is sampled again.
+        if rank() == 0 and resumed_step is not None and path.is_file():
+            self._log = MetricsLog(path, resumed_step)
+            self._replay(read_metrics(path))
+
+    def _off_reason(self) -> str:
+        parallel = self._run.parallel
+        if parallel.mesh.model_group is not None:
+            return "layers are split over ranks (--tp, --ep)"
+        if parallel.reshards:
+            return "weights are in memory only while their layer runs (full sharding, or --offload weights)"
+        return ""
+
+    def before_step(self, batches: Sequence[TensorBatch], step: int) -> None:
+        """Take a sample if it is due before `step`, whose micro-batches are `batches`; all ranks call it."""
+        if not self._interval or step % self._interval:
+            return
+        moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
+        if self._fallback and (moves := from_rank_0(lambda: moves)):
+            schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
+            reassign(self._run.model, self._quantized, schemes)
+
+    def move(self, path: Path) -> None:
+        """Continue in the new file `path`, which begins with the lines so far."""
+        self._path = path
+        if self._log is not None:
+            self._log.move(path)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    # ---- a sample ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, batches: Sequence[TensorBatch], step: int) -> dict[str, Spec]:
+        """Write a sample and warn. Returns the linears to move, with their schemes."""
+        # As the step counts them, if other ranks have as many.
+        trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
+        try:
+            rows = self._sampler.sample(batches[0], trained, step // self._interval, self._faults.keys())
+        except Exception as error:  # training goes on without: it needs no sample
+            why = "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
+            del error  # its frames hold the sample's tensors
+            log.warning("health      off from step %d on: a sample %s", step, why)
+            self._sampler = None
+            gc.collect()
+            if self._run.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return {}
+        if self._log is None:
+            self._log = MetricsLog(self._path)
+        moves: dict[str, Spec] = {}
+        warnings: list[dict[str, Any]] = []
+        for row in rows:
+            name, judged = row["linear"], self._router(row) if "experts" in row else self._linear(row)
+            causes = list(judged.causes)
+            self._log.write({"step": step, **_compact(row), **({"over": causes} if causes else {})})
+            if not causes:
+                self._faults.pop(name, None)
+                continue
+            fault = self._faults.setdefault(name, _Fault(step))
+            fault.samples += 1
+            new = [cause for cause in causes if (name, cause) not in self._warned]
+            # A delayed scale follows a tensor that grows in so many steps.
+            if fault.samples < CONFIRMED or step - fault.since < judged.steps:
+                continue
+            if judged.remedy is not None and self._fallback and fault.samples >= self._fallback:
+                moves[name] = judged.remedy
+                text = f"step {step:,}: {judged.text(new or causes, fault.since)}; moved to {judged.remedy}"
+                warnings.append({"warning": text, "linear": name, "moved_to": judged.remedy})
+            elif new:
+                text = f"{judged.text(new, fault.since)}; {judged.advice(new)}"
+                warnings.append({"warning": text, "linear": name, "causes": new})
+        for warning in warnings:
+            self._log.write({"step": step, **warning})
+            self._remember(warning)
+        _say([warning["warning"] for warning in warnings])
+        return moves
+
+    def _linear(self, row: Row) -> "_Judged":
+        name = row["linear"]
+        linear = self._quantized.by_name()[name]
+        tensors = {tensor: row[tensor] for tensor in ("x", "w", "dy") if tensor in row}
+        found = findings(linear.scheme, tensors, row.get("products"))
+        if not found:
+            return _Judged()
+        scheme, what_if = None, row.get("what_if")
+        if what_if:
+            choice = next(choice for choice in self._quantized.choices if choice.name == name)
+            scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
+
+        def advice(finding: Finding) -> str:
+            better = (what_if or {}).get(scheme or "", {}).get(finding.tensor or "", {}).get(finding.measure)
+            has = "leaves it in high precision" if better is None else f"has {percent(better)}"
+            if finding.tensor is None and scheme not in (None, "bf16"):
+                has = "has better codes of its operands"
+            override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
+            return f"--quantize_overrides '{override}' {has}"
+
+        fixed = linear.scheme.latent or linear.scheme.stored_format is not None
+        return _Judged(
+            {
+                f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
+                for f in found
+            },
+            None if fixed else scheme,
+            linear.scheme.amax_history,
+        )
+
+    def _router(self, row: Row) -> "_Judged":
+        moe = self._sampler.routers[row["linear"]].moe
+        load = row["experts"]["load"]
+        used = 1 / sum(share**2 for share in load)
+        # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
+        if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
+            return _Judged()
+        most = sorted(load, reverse=True)[: moe.per_token]
+        what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
+        flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
+        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, None)
+
+    # ---- what has been said ------------------------------------------------------------------------------------------
+
+    def _replay(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Take up the faults and warnings of an earlier process from its lines."""
+        for line in lines:
+            if "warning" in line:
+                self._remember(line)
+            elif line.get("over"):
+                self._faults.setdefault(line["linear"], _Fault(line["step"])).samples += 1
+            else:
+                self._faults.pop(line.get("linear"), None)
+
+    def _remember(self, warning: dict[str, Any]) -> None:
+        name = warning.get("linear")
+        self._warned |= {(name, cause) for cause in warning.get("causes", ())}
+        if "moved_to" in warning:  # in another scheme, it begins anew
+            self._faults.pop(name, None)
+            self._warned = {pair for pair in self._warned if pair[0] != name}
+
+
+@dataclass
+class _Judged:
+    """What is wrong with a linear or a router: cause -> (order, sentence, advice); and the scheme that mends it, if it
+    is known and the linear can run in it. Of several causes a tensor's comes before a product's, which follows."""
+
+    causes: dict[str, tuple[tuple[bool, float], str, str]] = field(default_factory=dict)
+    remedy: Spec | None = None
+    steps: int = 0
+    """For so many it must go on before it counts."""
+
+    def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
+        return max(self.causes[cause] for cause in causes)
+
+    def text(self, causes: Sequence[str], since: int) -> str:
+        return f"{self._worst(causes)[1]} since step {since:,}"
+
+    def advice(self, causes: Sequence[str]) -> str:
+        return self._worst(causes)[2]
+
+
+def _compact(row: Row) -> Row:
+    """A row as the file has it: of other schemes the errors."""
+    if "what_if" not in row:
+        return row
+    errors = {
+        scheme: {tensor: measures["error"] for tensor, measures in tensors.items()}
+        for scheme, tensors in row["what_if"].items()
+    }
+    return {**row, "what_if": errors}
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in lines[:SAID]:
+        log.warning("health      %s", line)
+    if more := lines[SAID:]:
+        log.warning("health      %d more such lines are in health.jsonl", len(more))

@@ -1,0 +1,231 @@
+"""A health sample: forward and backward of a piece of a micro-batch, twice, beside training.
+
+One pass runs the linears as they are and measures them; the other runs them in high precision, for the true gradient of
+the same loss. Both run eagerly, outside of what is compiled or recorded. A run with samples is that without, bit for
+bit: gradients are returned and not accumulated, no random number is drawn from the run's generators, delayed scales
+record nothing, and buffers that a forward pass writes (the load of experts, batch norms) are put back.
+
+What costs time: launches of an eager step, and about 20 for every measured tensor. So a sample takes few tokens, and
+compares other schemes and gradients of some linears only, in turns: gradients of all would take the memory of a step.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.data.batch import Batch, TensorBatch
+from qtrain.kernels.autotune import without_tuning
+from qtrain.models.native.router import Router, Routing
+from qtrain.quant import LinearChoice, LowBitLinear, QuantizedModel
+from qtrain.quant.health.findings import alternatives
+from qtrain.quant.health.measures import LARGE, NAMES, direction, spread
+from qtrain.quant.health.probe import LinearProbe, high_precision, probing
+from qtrain.quant.scheme_map import spec_text
+from qtrain.quant.weight_codes import WeightCodes
+from qtrain.train.step.forward import Forward
+
+TOKENS = 1024
+"""Of as many sequences as have no more together, but of one at least: its first ones."""
+IMAGES = 4
+TURN = 4
+"""Linears of a sample that are compared with other schemes, and whose gradient is."""
+TURN_ELEMENTS = 2**27
+"""Fewer where the weights of TURN of the largest linears have more elements."""
+
+Row = dict[str, Any]
+"""A line of health.jsonl, without its step; `what_if` has all measures of the tensors in other schemes."""
+
+
+class Sampler:
+    """Takes samples of a model."""
+
+    def __init__(self, model: nn.Module, quantized: QuantizedModel, forward: Forward):
+        self._model, self._quantized, self._forward = model, quantized, forward
+        self._device = next(model.parameters()).device
+        self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._quantized.linears or self.routers)
+
+    def sample(self, batch: TensorBatch, trained: float, number: int, suspects: Collection[str]) -> list[Row]:
+        """The rows of all linears in low bits and of the routers, without a step. trained: what the step's loss is
+        divided by, which delayed scales of gradients expect. number: of the sample; it says whose turn it is.
+        suspects: linears to compare with other schemes in any case."""
+        piece, swapped = piece_of(batch), self._quantized.by_name()
+        choices = {choice.name: choice for choice in self._quantized.choices if choice.name in swapped}
+        turn = _turn(list(choices.values()), number)
+        compared = {*turn, *suspects} & choices.keys()
+        probes = {
+            name: LinearProbe(choice, swapped[name], alternatives(choice, self._device) if name in compared else None)
+            for name, choice in choices.items()
+        }
+        # Without the weights themselves there is no pass in high precision, which other ranks' rows would be part of.
+        exact = not any(linear.codes_only for linear in swapped.values())
+        wanted = {n: _trained(self._model, swapped[n]) for n in turn if exact and not swapped[n].scheme.latent}
+        with self._untouched():
+            with probing(list(probes.values())), self._routing() as low_bit:
+                gradients = self._backward(piece, trained, wanted, through_all=True)
+            directions, true = {}, {}
+            if exact:
+                with high_precision(list(swapped.values())), self._routing() as true:
+                    for name, own in self._backward(piece, trained, wanted, through_all=False).items():
+                        directions[name] = direction(gradients[name], own)
+            return _read_back(probes, directions) + _router_rows(self.routers, low_bit, true)
+
+    # ---- the passes --------------------------------------------------------------------------------------------------
+
+    def _backward(
+        self, piece: TensorBatch, trained: float, wanted: dict[str, list[nn.Parameter]], *, through_all: bool
+    ) -> dict[str, Tensor]:
+        """The gradients that are wanted, each flat, of large ones some rows. through_all: run the backward pass of all
+        layers."""
+        inputs = [p for parameters in wanted.values() for p in parameters]
+        if through_all:
+            # Autograd runs what leads to an input: norms, biases and adapters, which every layer has, are small.
+            held = {id(p) for p in inputs}
+            inputs += [p for p in self._model.parameters() if p.requires_grad and id(p) not in held and _small(p)]
+        devices = [self._device] if self._device.type == "cuda" else []
+        # In a fork of the generators: both passes draw the same dropout.
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            loss = self._forward(piece).loss / trained
+            if not inputs or not loss.requires_grad:
+                return {}
+            found = iter(torch.autograd.grad(loss, inputs, allow_unused=True))
+        gradients = {}
+        for name, parameters in wanted.items():
+            parts = [next(found) for _ in parameters]
+            if parts and all(part is not None for part in parts):
+                gradients[name] = torch.cat([_sampled(part).flatten() for part in parts])
+        return gradients
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Eager passes inside leave the model as it was."""
+        buffers = [
+            buffer
+            for module in self._model.modules()
+            if not isinstance(module, LowBitLinear | WeightCodes)  # probed ones write nothing
+            for buffer in module.buffers(recurse=False)
+        ]
+        before = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(without_tuning())
+            for module in self._model.modules():
+                # The layers' own loop over chunks of tokens: a sample is one chunk.
+                if getattr(module, "mlp_chunks", 0):
+                    stack.callback(setattr, module, "mlp_chunks", module.mlp_chunks)
+                    module.mlp_chunks = 0
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, version, value in before:
+                        if buffer._version != version:
+                            buffer.copy_(value)
+
+    @contextlib.contextmanager
+    def _routing(self) -> Iterator[dict[str, Tensor]]:
+        """Fills with the experts int64 [T, k] of each router's tokens, by its name."""
+        found: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Callable[..., None]:
+            def keep(module: nn.Module, inputs: tuple, routing: Routing) -> None:
+                found.setdefault(name, routing.experts)  # a recomputed layer routes again
+
+            return keep
+
+        handles = [router.register_forward_hook(hook(name)) for name, router in self.routers.items()]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def piece_of(batch: TensorBatch) -> TensorBatch:
+    """The part of a micro-batch that is sampled: of text the sequences with the most trained tokens at their start."""
+    if not isinstance(batch, Batch):
+        return batch.each(lambda t: t[:IMAGES])
+    trained = (batch.labels[:, :TOKENS] >= 0).sum(dim=1)
+    count = min(len(trained), max(1, TOKENS // batch.labels.shape[1]))
+    rows = trained.argsort(descending=True, stable=True)[:count]
+    return batch.each(lambda t: t[rows, :TOKENS])
+
+
+def _turn(choices: Sequence[LinearChoice], number: int) -> list[str]:
+    """The linears whose turn it is in sample `number`."""
+    if not choices:
+        return []
+    count = min(TURN, len(choices), max(1, TURN_ELEMENTS // max(choice.weights for choice in choices)))
+    return [choices[(number * count + i) % len(choices)].name for i in range(count)]
+
+
+def _small(p: nn.Parameter) -> bool:
+    return p.numel() <= 2**18
+
+
+def _sampled(gradient: Tensor) -> Tensor:
+    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[None]
+    return rows[spread(rows.shape[0], max(1, LARGE // rows.shape[1]), rows.device)]
+
+
+def _trained(model: nn.Module, linear: LowBitLinear) -> list[nn.Parameter]:
+    """The parameters whose gradient is that of a linear's weight: the weight, or its adapters."""
+    if linear.weight.requires_grad:
+        return [linear.weight]
+    owners = [module for module in model.modules() if getattr(module, "base", None) is linear]
+    return [p for owner in owners for p in owner.parameters() if p.requires_grad]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _read_back(probes: dict[str, LinearProbe], directions: dict[str, Tensor]) -> list[Row]:
+    """The rows, with one copy from the device."""
+    rows: list[Row] = []
+    places: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    tensors: list[Tensor] = []
+    for name, probe in probes.items():
+        row: Row = {"linear": name, "scheme": spec_text(probe.choice.spec)}
+        for tensor in ("x", "w", "dy"):
+            if tensor in probe.tensors:
+                places.append((row.setdefault(tensor, {}), NAMES))
+                tensors.append(probe.tensors[tensor])
+        for gemm, error in probe.products.items():
+            places.append((row.setdefault("products", {}), (gemm,)))
+            tensors.append(error.view(1))
+        if name in directions:
+            places.append((row.setdefault("gradient", {}), ("cosine", "norm_ratio")))
+            tensors.append(directions[name])
+        for (scheme, tensor), measures in probe.what_if.items():
+            places.append((row.setdefault("what_if", {}).setdefault(scheme, {}).setdefault(tensor, {}), NAMES))
+            tensors.append(measures)
+        rows.append(row)
+    values = torch.cat([t.float() for t in tensors]).tolist() if tensors else []
+    at = 0
+    for target, names in places:
+        target.update(zip(names, map(_short, values[at : at + len(names)]), strict=True))
+        at += len(names)
+    return rows
+
+
+def _short(value: float) -> float | None:
+    """With five digits; None for what is not finite, which JSON does not have."""
+    return float(f"{value:.5g}") if abs(value) < float("inf") else None
+
+
+def _router_rows(routers: dict[str, Router], low_bit: dict[str, Tensor], true: dict[str, Tensor]) -> list[Row]:
+    rows: list[Row] = []
+    for name, experts in low_bit.items():
+        load = torch.bincount(experts.flatten(), minlength=routers[name].moe.experts) / experts.numel()
+        row: Row = {"load": [_short(share) for share in load.tolist()]}
+        if name in true:
+            same = (experts.sort(dim=1).values == true[name].sort(dim=1).values).all(dim=1)
+            row["drift"] = _short(1 - float(same.float().mean()))
+        rows.append({"linear": name, "scheme": None, "experts": row})
+    return rows
