@@ -47,6 +47,8 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(one: Path, other: Path) -> None:
     assert losses(one) == losses(other)
+    load = [[row.get("expert_entropy") for row in read_metrics(run / "metrics.jsonl")] for run in (one, other)]
+    assert load[0] == load[1], "a sample's routes are no training's"
     first, second = state(one), state(other)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
