@@ -45,14 +45,14 @@ def warnings(folder: Path) -> list[dict[str, Any]]:
 # ---- the faults ------------------------------------------------------------------------------------------------------
 
 
-def outlier_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def outlier_channel(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
     """A channel of the input of layers.1.attn.qkv that is large and that nothing reads: its weights are 0."""
     build = assemble.build_quantized
 
     def with_outlier(prepared: Any) -> Any:
         model, quantized = build(prepared)
         layer, channel = model.layers[1], 5
-        weight, mask = layer.attn.qkv.weight, torch.ones(64)
+        weight, mask = layer.attn.qkv.weight, torch.ones(64, device=device)
         mask[channel] = 0
 
         def hook(module: Any, inputs: Any, x: torch.Tensor) -> torch.Tensor:
