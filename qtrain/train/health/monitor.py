@@ -11,6 +11,10 @@ Samples are off where layers exist only in parts, or only while they run: their 
 import gc
 import json
 import logging
+import math
+import statistics
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +40,8 @@ CONFIRMED = 2
 """Samples in a row after which a fault is one."""
 SAID = 8
 """Warnings of one sample in the log; health.jsonl has all."""
+INTERVAL, SHARE = 200, 0.01
+"""Steps between samples, or a multiple that keeps them below this share of the time, where --health names none."""
 
 
 @dataclass
@@ -51,7 +57,12 @@ class HealthMonitor:
 
     def __init__(self, run: Run, forward: Forward, path: Path, resumed_step: int | None = None):
         self._run, self._quantized, self._path = run, run.quantized, path
-        self._interval, self._fallback = run.settings.health, run.settings.health_fallback
+        given, self._fallback = run.settings.health, run.settings.health_fallback
+        self._interval = INTERVAL if given is None else given
+        self._stretches = given is None and not self._fallback
+        self._steps: deque[float] = deque(maxlen=32)
+        """Seconds of the latest steps without a sample."""
+        self._before: float | None = None
         self._sampler: Sampler | None = Sampler(run.model, run.quantized, forward)
         self._faults: dict[str, _Fault] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -77,12 +88,28 @@ class HealthMonitor:
 
     def before_step(self, batches: Sequence[TensorBatch], step: int) -> None:
         """Take a sample if it is due before `step`, whose micro-batches are `batches`; all ranks call it."""
-        if not self._interval or step % self._interval:
+        if not self._interval:
+            return
+        now, before = time.perf_counter(), self._before
+        if before is not None:
+            self._steps.append(now - before)
+        self._before = now
+        if step % self._interval:
             return
         moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
         if self._fallback and (moves := from_rank_0(lambda: moves)):
             schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
             reassign(self._run.model, self._quantized, schemes)
+        if self._stretches and self._steps and self._sampler is not None and rank() == 0:
+            self._stretch(time.perf_counter() - now, statistics.median(self._steps))
+        self._before = time.perf_counter()
+
+    def _stretch(self, sample: float, step: float) -> None:
+        """Have as many steps between samples as keep their time below SHARE. Both in seconds."""
+        interval = INTERVAL * max(1, math.ceil(sample / (SHARE * step * INTERVAL)))
+        if interval != self._interval:
+            log.info("health      a sample takes %.1f steps: the next ones are %d steps apart", sample / step, interval)
+            self._interval = interval
 
     def move(self, path: Path) -> None:
         """Continue in the new file `path`, which begins with the lines so far."""

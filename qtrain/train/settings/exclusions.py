@@ -508,7 +508,7 @@ RUN_EXCLUSIONS = (
         lambda o: o.settings.optim == "adamw_schedule_free" and o.schedule.decay > 0,
         'adamw_schedule_free averages instead of decaying; {"decay":0} is usual'),
     # ---- health ----
-    Exclusion("--health_fallback", "--health 0", lambda o: o.has("health_fallback") and not o.settings.health,
+    Exclusion("--health_fallback", "--health 0", lambda o: o.has("health_fallback") and o.settings.health == 0,
         "{health_fallback} samples in a row decide, and --health 0 takes none", "; give --health a number of steps"),
     Exclusion("--health_fallback", "--tp, --ep",
         lambda o: o.has("health_fallback") and (o.settings.tp > 1 or o.settings.ep > 1),

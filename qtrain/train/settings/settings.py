@@ -200,13 +200,13 @@ class TrainSettings:
     """Also send metrics to wandb, tensorboard, mlflow or trackio; metrics.jsonl is always written."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
     """Seed of random weights, data order, dropout and stochastic rounding."""
-    health: CountOrZero = 200
+    health: CountOrZero | None = None
     """Steps between health samples, which measure what low bits do to each linear's tensors, products and gradient:
-    RUN/health.jsonl, and a warning where it is too much; 0: none. A sample costs about as much as two steps of one
-    sequence, under 1% of the time at the default."""
+    RUN/health.jsonl, and a warning where it is too much; 0: none; None: 200, or as many more as keep the samples below
+    1% of the time."""
     health_fallback: CountOrZero = 0
     """Move a linear that is over its bound in this many health samples in a row to a scheme that mends it; 0: only
-    warn."""
+    warn. Samples are then 200 steps apart, or --health: who runs in which scheme does not depend on the time."""
     profile: bool = False
     """Record three steps with PyTorch's profiler: the trace, and a table of kernels by kind beside the shortest time
     that the plan allows, into the run folder."""

@@ -56,12 +56,12 @@ def outlier_channel(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> Non
         mask[channel] = 0
 
         def hook(module: Any, inputs: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * mask + 1000 * (1 - mask)
+            return x * mask.to(x.dtype) + 1000 * (1 - mask).to(x.dtype)
 
         layer.attn_norm.register_forward_hook(hook)
         with torch.no_grad():
             weight.mul_(mask)
-        weight.register_hook(lambda gradient: gradient * mask)
+        weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
         quantized.refresh_weights()
         return model, quantized
 

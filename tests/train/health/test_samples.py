@@ -94,6 +94,23 @@ def test_a_run_with_samples_is_that_without_bit_for_bit(main, settings):
     assert any("gradient" in row for row in lines) and any("what_if" in row for row in lines)
 
 
+@pytest.mark.parametrize(
+    ("share", "settings", "steps"),
+    [
+        (1e-9, {}, {2}),
+        (1e9, {}, {2, 4, 6}),
+        (1e-9, {"health": 2}, {2, 4, 6}),
+        (1e-9, {"health_fallback": 5}, {2, 4, 6}),
+    ],
+)
+def test_samples_are_further_apart_where_they_would_take_too_long(monkeypatch, share, settings, steps):
+    monkeypatch.setattr(monitor, "INTERVAL", 2)
+    monkeypatch.setattr(monitor, "SHARE", share)
+    folder = run("own", quantize="int8", keep_ckpts=0, **settings)
+    assert {row["step"] for row in rows(folder)} == steps
+    assert ("a sample takes" in (folder / "train.log").read_text()) == (steps == {2})
+
+
 def test_images():
     write_folder(Path("images"))
     shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_rate": 0.1}
