@@ -27,7 +27,6 @@ from qtrain.models.vision import (
     empty_vision_model,
     export_timm,
     image_config,
-    output_head,
     recompute_blocks,
     repeated_blocks,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "list_models",
     "load_adapter",
     "merge_lora",
-    "output_head",
     "read_formats",
     "read_model_source",
     "recompute_blocks",

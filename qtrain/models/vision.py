@@ -116,12 +116,6 @@ def image_config(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def output_head(model: nn.Module) -> nn.Module | None:
-    """The classifier's linear, if there is one."""
-    head = model.get_classifier()
-    return head if isinstance(head, nn.Module) else None
-
-
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks that a model repeats, in order, found by timm's name for them; empty if there are none."""
     return [

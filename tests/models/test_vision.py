@@ -12,12 +12,12 @@ from qtrain.models import (
     empty_vision_model,
     export_timm,
     image_config,
-    output_head,
     recompute_blocks,
     repeated_blocks,
 )
 from qtrain.models.cost.vision import vision_cost
 from qtrain.quant import SCHEMES, exported_tensors, quantize_linears
+from qtrain.quant.any_model import output_head
 
 timm = pytest.importorskip("timm")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant.choices import LinearChoice, decide
 from qtrain.quant.execute import OperandRequest, quantize_operands
-from qtrain.quant.health.measures import NAMES, measure
+from qtrain.quant.health.measures import NAMES, tensor_measures
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.quant.tensor_roles import READERS, Gemm, TensorName
 from qtrain.quant.weight_codes import WeightRequest, quantize_weight
@@ -179,4 +179,4 @@ def _measured(data: Tensor, operand: Operand | None) -> dict[str, float] | None:
     if operand.format.hadamard:
         return None
     transposed = operand.codes.shape[0] == data.shape[1]
-    return dict(zip(NAMES, measure(data.t() if transposed else data, operand).tolist(), strict=True))
+    return dict(zip(NAMES, tensor_measures(data.t() if transposed else data, operand).tolist(), strict=True))

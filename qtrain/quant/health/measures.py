@@ -22,7 +22,7 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, unpack
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 NAMES = ("saturated", "flushed", "flushed_sum", "amax", "crest", "error")
-"""The measures of a tensor, in the order of `measure`."""
+"""The measures of a tensor, in the order of `tensor_measures`."""
 
 SAMPLE = 64
 """Rows and columns of a product that its error is computed on; the dimension that it sums over is whole."""
@@ -76,7 +76,7 @@ def largest_rounded(fmt: OperandFormat) -> float:
     return info.max + step / 2
 
 
-def measure(t: Tensor, quantized: QuantizedTensor) -> Tensor:
+def tensor_measures(t: Tensor, quantized: QuantizedTensor) -> Tensor:
     """fp32 [6], NAMES of t [M, K] with codes of its rows. Of zeros all are 0; where t is not finite, what cannot be
     said is NaN. Of a large tensor the amax is that of all rows, the rest of as many, evenly spread, as have LARGE
     elements."""

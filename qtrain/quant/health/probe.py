@@ -19,7 +19,7 @@ from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.arguments import LinearArguments
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.execute import OperandRequest, quantize_operands
-from qtrain.quant.health.measures import SAMPLE, code_values, measure, product_error, spread
+from qtrain.quant.health.measures import SAMPLE, code_values, product_error, spread, tensor_measures
 from qtrain.quant.high_precision import HIGH_PRECISION
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
@@ -97,20 +97,20 @@ class LinearProbe:
         """Of x or dy: the run's own codes, and those of other schemes."""
         self.seen.add(request.name)
         if isinstance(operand, QuantizedTensor):
-            self.tensors[request.name] = measure(t, operand)
+            self.tensors[request.name] = tensor_measures(t, operand)
         self._compare(OperandRequest(request.scheme, request.name, _ROWS, self.linear.key, groups=request.groups), t)
 
     def _compare(self, request: OperandRequest, t: Tensor) -> None:
         for name, scheme in self.alternatives.items():
             rows = quantize_operands(t, request._replace(scheme=scheme)).rows
             if isinstance(rows, QuantizedTensor):
-                self.what_if[name, request.name] = measure(t, rows)
+                self.what_if[name, request.name] = tensor_measures(t, rows)
 
     def _see_weight(self) -> None:
         if (w := self._weight) is None:
             return
         if isinstance(rows := self.linear.weight_codes.operands().rows, QuantizedTensor):
-            self.tensors["w"] = measure(w, rows)
+            self.tensors["w"] = tensor_measures(w, rows)
         self._compare(OperandRequest(self.linear.scheme, "w", _ROWS, self.linear.key, groups=self.linear.groups), w)
 
     @property

@@ -14,13 +14,13 @@ from qtrain.models import (
     compile_vision,
     empty_vision_model,
     image_config,
-    output_head,
     recompute_blocks,
     repeated_blocks,
 )
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.cost.vision import vision_cost
 from qtrain.quant import LinearChoice
+from qtrain.quant.any_model import output_head
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan

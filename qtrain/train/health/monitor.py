@@ -81,7 +81,7 @@ class HealthMonitor:
     def _off_reason(self) -> str:
         parallel = self._run.parallel
         if parallel.mesh.model_group is not None:
-            return "layers are split over ranks (--tp, --ep)"
+            return "layers are split over ranks"
         if parallel.reshards:
             return "weights are in memory only while their layer runs (full sharding, or --offload weights)"
         return ""

@@ -9,7 +9,7 @@ from qtrain.quant import SCHEMES
 from qtrain.quant.choices import LinearChoice, decide
 from qtrain.quant.execute import OperandRequest, quantize_operands
 from qtrain.quant.health.findings import ALTERNATIVES, Finding, alternatives, expected, findings, remedy
-from qtrain.quant.health.measures import NAMES, measure
+from qtrain.quant.health.measures import NAMES, tensor_measures
 from tests.cases import matrix
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def measured(name: str, t: torch.Tensor, tensor: str = "x", **kwargs: Any) -> di
     rows = quantize_operands(
         t, OperandRequest(scheme(name, **kwargs), tensor, key=torch.zeros(3, dtype=torch.int64))
     ).rows
-    return dict(zip(NAMES, measure(t, rows).tolist(), strict=True))
+    return dict(zip(NAMES, tensor_measures(t, rows).tolist(), strict=True))
 
 
 def causes(name: str, tensors: dict[str, dict[str, float]], products: Any = None, **kwargs: Any) -> list[str]:

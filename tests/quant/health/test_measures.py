@@ -6,7 +6,7 @@ import torch
 from qtrain.kernels.numerics.formats import FORMATS, dequantize
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.quant.health import measures
-from qtrain.quant.health.measures import NAMES, code_values, direction, measure, product_error, spread
+from qtrain.quant.health.measures import NAMES, code_values, direction, product_error, spread, tensor_measures
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.schemes.mxfp8 import E8M0
 from qtrain.quant.schemes.nvfp4 import NVFP4
@@ -64,7 +64,7 @@ def test_measures_are_those_in_fp64(fmt, kind):
             continue
         t = torch.zeros(rows, columns) if kind == "zero" else matrix(rows, columns, 1, kind)
         quantized = quantize_rows(t.contiguous(), fmt, NEAREST, False)
-        close(measure(t, quantized), in_fp64(t, quantized))
+        close(tensor_measures(t, quantized), in_fp64(t, quantized))
 
 
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
@@ -75,14 +75,14 @@ def test_what_a_delayed_scale_cuts_off(fmt):
     quantized = quantize_rows(t, OperandFormat(fmt, "tensorwise"), NEAREST, False, scale)
     true = in_fp64(t, quantized)
     assert 0.1 < true["saturated"] < 0.5
-    close(measure(t, quantized), true)
+    close(tensor_measures(t, quantized), true)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_nan_and_nothing_breaks(value):
     t = matrix(17, 33, 3)
     t[3, 4] = value
-    found = dict(zip(NAMES, measure(t, quantize_rows(t, OPERANDS[0], NEAREST, False)).tolist(), strict=True))
+    found = dict(zip(NAMES, tensor_measures(t, quantize_rows(t, OPERANDS[0], NEAREST, False)).tolist(), strict=True))
     assert found["error"] != found["error"] and not found["amax"] < 1e30
 
 
@@ -94,7 +94,7 @@ def test_a_large_tensor_is_measured_on_evenly_spread_rows(monkeypatch):
     rows = spread(257, 8, t.device)
     assert rows[0] == 0 and rows[-1] == 256 and len(rows) == 8 and 100 not in rows
     true = in_fp64(t[rows], QuantizedTensor(whole.codes[rows], whole.scale[rows], whole.format))
-    found = dict(zip(NAMES, measure(t, whole).tolist(), strict=True))
+    found = dict(zip(NAMES, tensor_measures(t, whole).tolist(), strict=True))
     assert found["amax"] == t.abs().max() and found["error"] == pytest.approx(true["error"], rel=1e-5)
 
 

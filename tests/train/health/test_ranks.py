@@ -51,7 +51,7 @@ def test_ranks_train_as_without_samples(server, tmp_path, settings):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"tp": 2, "model": "two_heads.json"}, "layers are split over ranks (--tp, --ep)"),
+        ({"tp": 2, "model": "two_heads.json"}, "layers are split over ranks"),
         ({"reshard_after_forward": "always"}, "weights are in memory only while their layer runs (full sharding"),
     ],
     ids=["tp", "full_sharding"],

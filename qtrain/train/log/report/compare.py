@@ -62,7 +62,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ in the seed only."""
 
     name: str
@@ -114,7 +114,7 @@ def _distinct(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     return found
 
 
-def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
+def grouped(runs: Sequence[ComparedRun]) -> list[RunGroup]:
     """The groups in the order of their first runs."""
     by_key: dict[str, list[ComparedRun]] = {}
     for run in runs:
@@ -123,14 +123,14 @@ def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
     for number, members in enumerate(by_key.values()):
         # "int8-seed1" of a group is "int8".
         name = re.sub(r"[-_ ,.]*seed[-_ =]*\w+$", "", members[0].name) if len(members) > 1 else members[0].name
-        found.append(Group(name or members[0].name, PALETTE[number % len(PALETTE)], members))
+        found.append(RunGroup(name or members[0].name, PALETTE[number % len(PALETTE)], members))
     return found
 
 
 # ---- charts ---------------------------------------------------------------------------------------------------------
 
 
-def _each(groups: Sequence[Group], curve: str, style: Any) -> list[Series]:
+def _each(groups: Sequence[RunGroup], curve: str, style: Any) -> list[Series]:
     return [
         Series(run.name, found, style, group.color)
         for group in groups
@@ -139,7 +139,7 @@ def _each(groups: Sequence[Group], curve: str, style: Any) -> list[Series]:
     ]
 
 
-def _losses(groups: Sequence[Group]) -> list[Chart]:
+def _losses(groups: Sequence[RunGroup]) -> list[Chart]:
     training = [
         Series(s.name, smoothed(s.curve), color=s.color) for s in _each(groups, "train", "line") if len(s.curve)
     ]
@@ -161,12 +161,12 @@ def _focus(series: Sequence[Series]) -> tuple[float, float] | None:
     return low - margin, high + margin
 
 
-def _speeds(groups: Sequence[Group]) -> list[Chart]:
+def _speeds(groups: Sequence[RunGroup]) -> list[Chart]:
     units = sorted({run.unit for group in groups for run in group.runs})
     return [Chart("speed", "Speed", ", ".join(units), _each(groups, "speed", "smoothed"))]
 
 
-def _differences(groups: Sequence[Group]) -> list[Chart]:
+def _differences(groups: Sequence[RunGroup]) -> list[Chart]:
     note = f"Above 0 is worse than {groups[0].name}. A band is one standard error of the mean over seeds."
     found = []
     for curve, key, title in (
@@ -191,7 +191,7 @@ def _differences(groups: Sequence[Group]) -> list[Chart]:
     return found
 
 
-def group_difference(reference: Group, group: Group, curve: str) -> tuple[Curve, np.ndarray | None] | None:
+def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[Curve, np.ndarray | None] | None:
     """(mean difference in nats, its standard error [n]) of a group to the reference; None where they share no point.
 
     curve: "train" or "validation". The error is None of groups of one run each."""
@@ -246,7 +246,7 @@ def _mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def results(groups: Sequence[Group]) -> str:
+def results(groups: Sequence[RunGroup]) -> str:
     """A row for each run, and for each group of several their mean."""
     rows = []
     for group in groups:
@@ -295,7 +295,7 @@ def _loss_text(value: float) -> str:
     return f"{value:.4f}"
 
 
-def settings_that_differ(groups: Sequence[Group]) -> str:
+def settings_that_differ(groups: Sequence[RunGroup]) -> str:
     """A row for each setting of which two runs have different values; a column for each run."""
     runs = [run for group in groups for run in group.runs]
     names = dict.fromkeys(key for run in runs for key in run.settings if not key.startswith("_"))

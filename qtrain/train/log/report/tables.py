@@ -250,7 +250,7 @@ def machine(run: RunRecords) -> str:
     return table([], [(name, "; ".join(texts)) for name, texts in rows.items()], "Plan") if rows else ""
 
 
-def versions(run: RunRecords) -> str:
+def versions_table(run: RunRecords) -> str:
     found = run.config.get("_versions")
     rows = [(name, shown_value(value)) for name, value in found.items() if value] if isinstance(found, dict) else []
     command = run.config.get("_command")

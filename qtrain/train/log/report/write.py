@@ -30,7 +30,7 @@ def run_page(run: RunRecords, failure: str | None = None, live: str | None = Non
         below=tables.section("evaluations", "Evaluations", tables.evaluations(run))
         + tables.section("samples", "Samples", tables.samples(run))
         + tables.section("memory", "Memory", tables.memory_plan(run))
-        + tables.section("machine", "Model and hardware", tables.machine(run), tables.versions(run))
+        + tables.section("machine", "Model and hardware", tables.machine(run), tables.versions_table(run))
         + tables.section("settings", "Settings", tables.settings(run)),
         counted=run.samples,
         live=live,
