@@ -91,9 +91,11 @@ def _cli(
     defaults: Mapping[str, Any],
     answers: Sequence[str],
 ) -> Any:
-    nested = [("answers", Annotated[_flags(Answers, answers, {}), tyro.conf.arg(name="")])]
+    # Classes made here are types to tyro and no annotations to a type checker.
+    nested = [("answers", Annotated[_flags(Answers, answers, {}), tyro.conf.arg(name="")])]  # pyrefly: ignore
     for i, (title, names) in enumerate(groups.items()):
-        nested.append((_field(i), Annotated[_flags(cls, names, defaults), tyro.conf.arg(name=title)]))
+        group = Annotated[_flags(cls, names, defaults), tyro.conf.arg(name=title)]  # pyrefly: ignore
+        nested.append((_field(i), group))
     return tyro.cli(
         dataclasses.make_dataclass(cls.__name__, nested),
         args=argv,

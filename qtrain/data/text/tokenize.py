@@ -200,6 +200,11 @@ def _prepare_process(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
+# Of an encoding process, set once when it starts.
+_tokenizer: Tokenizer
+_dtype: np.dtype
+
+
 def _use(tokenizer: Tokenizer, dtype: np.dtype) -> None:
     """Of `_encode` in this process."""
     global _tokenizer, _dtype

@@ -276,8 +276,12 @@ def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: C
     if not _own_decoder(settings) or (keep_given and settings.mlp_chunks):
         return []
     numbers = [chunks for chunks in MLP_CHUNKS if tokens // chunks >= FEWEST_MLP_ROWS]
-    block = {"activation_checkpointing": "none", "recompute": ("block",)}
-    allowed = bool(numbers) and _allows(replace(settings, mlp_chunks=numbers[0], **block), "--mlp_chunks")
+    chunked: dict[str, Any] = {
+        "activation_checkpointing": "none",
+        "recompute": ("block",),
+        "mlp_chunks": (numbers or [0])[0],
+    }
+    allowed = bool(numbers) and _allows(replace(settings, **chunked), "--mlp_chunks")
     return numbers if allowed and dense() else []
 
 
