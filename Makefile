@@ -23,6 +23,7 @@ quickstart: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib
 
 test: lint
 	$(PY) -m pytest --numprocesses auto
