@@ -23,6 +23,8 @@ quickstart: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib
+	$(PY) -m pyrefly check --python-interpreter-path $(PY) --output-format min-text
 
 test: lint
 	$(PY) -m pytest --numprocesses auto

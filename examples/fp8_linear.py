@@ -16,6 +16,8 @@ from qtrain.kernels.quantize.operators import quantize_dual
 
 
 class Fp8LinearFunction(torch.autograd.Function):
+    """x [M, K], weight [N, K] -> y [M, N]."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         # Codes, a scale per row; codes of the transpose, a scale per row of that. A scale multiplies.
@@ -34,6 +36,8 @@ class Fp8LinearFunction(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
+    """`nn.Linear` whose three GEMMs run in FP8."""
+
     def forward(self, x: Tensor) -> Tensor:
         y = Fp8LinearFunction.apply(x.reshape(-1, x.shape[-1]), self.weight)
         return y.view(*x.shape[:-1], -1) + (0 if self.bias is None else self.bias)

@@ -31,7 +31,7 @@ def plot(path: str, curves: dict[str, list[float]]) -> None:
 
     page = figure(width=800, height=400, x_axis_label="updates of 2^-10", y_axis_label="mean of the weights")
     for (name, values), color in zip(curves.items(), ("#888888", "#c0392b", "#2471a3"), strict=True):
-        page.line(range(len(values)), values, legend_label=name, color=color, line_width=2)
+        page.line(list(range(len(values))), values, legend_label=name, color=color, line_width=2)
     page.legend.location = "top_left"
     output_file(path, title="Stochastic rounding", mode="inline")
     save(page, resources=INLINE)

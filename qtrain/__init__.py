@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = ("llm_pretrain", "llm_finetune", "timm_finetune", "tokenize_data", "benchmark_mm")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _WHERE = {
     "quantize": "qtrain.quant.any_model",

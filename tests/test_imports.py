@@ -13,7 +13,8 @@ BELOW_QUANT = {"tensors", "kernels", "core"}
 ROOMS = {
     "__main__": {"commands", "core"},
     "commands": {"bench", "train", "data", "models", "core"},
-    "bench": {"train", "parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
+    "scripts": {"bench", "train", "comm", "models", "data", "quant", *BELOW_QUANT},
+    "bench": {"scripts", "train", "parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "train": {"parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "parallel": {"comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "models": {"quant", *BELOW_QUANT},

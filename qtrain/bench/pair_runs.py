@@ -125,7 +125,7 @@ def pretrain(
 ) -> subprocess.CompletedProcess:
     """llm_pretrain.py in a process of its own, on one GPU of several; stopped with a checkpoint after `seconds`."""
     environment = {**child_environment(), **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
-    command = [sys.executable, "-m", "llm_pretrain", *arguments]
+    command = [sys.executable, "-m", "qtrain.scripts.llm_pretrain", *arguments]
     process = subprocess.Popen(command, env=environment, **options)
     try:
         out, err = process.communicate(timeout=seconds)

@@ -26,8 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain import PretrainSettings
-from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
 from qtrain.bench.pair_pages import write_pages
 from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
@@ -40,6 +38,8 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
 from qtrain.quant import SCHEMES
+from qtrain.scripts.llm_pretrain import PretrainSettings
+from qtrain.scripts.llm_pretrain import main as pretrain
 from qtrain.train.assembly.text import PLANNED_WITHOUT
 from qtrain.train.log.report.page import bokeh_files
 from qtrain.train.settings.listing import listing

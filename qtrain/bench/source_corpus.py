@@ -26,8 +26,8 @@ from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.process import run_script
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
+from qtrain.scripts.tokenize_data import main as tokenize_data
 from qtrain.train.settings.listing import listing
-from tokenize_data import main as tokenize_data
 
 _LANGUAGES = """
 py pyi pyx pxd c cc cpp cxx h hh hpp hxx cu cuh inl inc ipp tcc m mm rs go java pl pm rb lua tcl sh cmake f90 md rst txt

@@ -233,10 +233,9 @@ def _take_option(argv: list[str], option: str, what: str) -> tuple[str | None, l
 
 def read_recipe(path: str, flag: str) -> dict[str, Any]:
     """The settings in a recipe, comments left out. UserError naming `flag` for a file that is none."""
-    # An installed package has its recipes next to it, and users stand in other folders.
-    own = Path(__file__).parents[2] / path
+    own = Path(__file__).parents[1] / path  # the package has the recipes in it, and users stand in other folders
     shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
-    recipe = read_json(own if shipped else path, flag)  # of an installed package, from any folder
+    recipe = read_json(own if shipped else path, flag)
     if not isinstance(recipe, dict):
         raise UserError(f"{flag} ({path}): a recipe is a JSON object, not {json_type(recipe)}.")
     return {k: v for k, v in recipe.items() if not k.startswith("_")}

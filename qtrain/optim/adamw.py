@@ -14,6 +14,8 @@ from qtrain.optim.state_layout import FormatChoice, StateOptions
 
 
 class AdamWOptimizer(LowBitOptimizer):
+    """AdamW over states of any format."""
+
     RULE = "adamw"  # a rule of `kernels.optim.fused_update`
     STATES = ("exp_avg", "exp_avg_sq")
 

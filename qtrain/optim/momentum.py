@@ -14,6 +14,8 @@ from qtrain.optim.state_layout import StateOptions
 
 
 class LionOptimizer(LowBitOptimizer):
+    """Lion over states of any format."""
+
     RULE = "lion"
     STATES = ("exp_avg",)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import pytest
 
+from qtrain import __version__
 from qtrain.core.checks import Range, check_value
 from qtrain.core.config import JsonDict, parse, versions, write_config
 from qtrain.core.errors import UserError
@@ -80,7 +81,7 @@ def test_one_process_speaks_whatever_its_rank_is_called(environment, prefix, mon
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         run("--version")
-    assert stop.value.code == 0 and capsys.readouterr().out.startswith("qtrain 0.1.0 python 3.")
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith(f"qtrain {__version__} python 3.")
 
 
 def test_flags_in_both_spellings():

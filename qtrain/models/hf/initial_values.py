@@ -22,6 +22,8 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class InitialValues(Protocol):
+    """What gives the parameters of a model their first values, one after the other."""
+
     def fill(self, name: str, target: Tensor) -> None:
         """Give `target` the value of the parameter `name`, or of the part of it that this rank holds."""
 

@@ -11,7 +11,7 @@ from qtrain.core.hub import hub_file
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.readers.declared import DeclaredCodes, declared_codes
 
-SHIPPED = Path(__file__).parents[3] / "configs" / "models"
+SHIPPED = Path(__file__).parents[2] / "configs" / "models"
 FIX = "Give a local folder, a .json file, or a name that `--list` shows."
 
 

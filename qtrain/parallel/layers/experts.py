@@ -93,7 +93,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
     """`experts_mlp` on a rank of `group`, of its own tokens; in order, if there are terms."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd sees tensors that are arguments alone
         ctx,
         x: Tensor,  # [T, C]
         weights: Tensor,  # fp32 [T, k]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from qtrain import __version__
 from qtrain.core.errors import UserError
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
@@ -399,7 +400,7 @@ def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
     capsys.readouterr()
     resumed.restore()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "versions" in line]
-    assert line.startswith("--resume: it was saved with other versions: qtrain 0.1.0 (source ")
+    assert line.startswith(f"--resume: it was saved with other versions: qtrain {__version__} (source ")
     assert f"torch {torch.__version__} > 9.9" in line and "wandb" not in line and "git" not in line
 
 

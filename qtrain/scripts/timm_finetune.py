@@ -1,0 +1,1 @@
+../../timm_finetune.py

@@ -1,0 +1,1 @@
+../../tokenize_data.py
