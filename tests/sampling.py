@@ -5,7 +5,13 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
-    "tests/test_examples.py::test_other_trainers_learn": 1,
+    "tests/test_examples.py::test_other_trainers_learn": 0,
+    "tests/train/health/test_ranks.py::test_ranks_train_as_without_samples": 0,
+    "tests/train/health/test_samples.py::test_samples_are_further_apart_where_they_would_take_too_long": 2,
+    "tests/train/test_spikes.py::test_a_clean_run_is_the_same_with_and_without": 0,
+    "tests/train/test_spikes.py::test_a_run_that_has_gone_back_too_often_stops": 0,
+    "tests/train/test_spikes.py::test_a_run_that_has_skipped_too_many_in_a_row_stops_and_saves": 0,
+    "tests/quant/test_any_model.py::test_every_scheme_trains": 4,
     "tests/models/hf/test_save_module.py::test_transformers_loads_the_codes_of_training": 3,
     "tests/optim/test_plain.py::test_parameters_pairs_and_groups_are_equal": 4,
     "tests/test_many_processes.py::test_several_processes_train_as_one": 1,
