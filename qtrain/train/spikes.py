@@ -63,6 +63,7 @@ class SpikeDetector:
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
         for record in records:
             loss, norm, spike = record.get("loss"), record.get("grad_norm"), record.get("spike") or {}
+            # A spike was not in the window when it happened, so a resumed run leaves it out too.
             was_one = spike.get("step") == record["step"]
             if isinstance(loss, int | float) and isinstance(norm, int | float) and not was_one:
                 self._add(record["step"], loss, norm)
@@ -83,6 +84,7 @@ class SpikeDetector:
 
     def _spike(self, loss: float, norm: float) -> Spike | None:
         for what, value in (("loss", loss), ("gradient norm", norm)):
+            # Also in the warm-up: it needs no comparison.
             if not math.isfinite(value):
                 return Spike(what, value, math.nan, math.inf)
         if len(self._window) < WARM_UP:
@@ -91,6 +93,7 @@ class SpikeDetector:
         loss_median, loss_score = _score(loss, losses, lambda median: LEAST_LOSS_DEVIATION * abs(median))
         norm_median, norm_score = _score(_log(norm), norms, lambda _: LEAST_LOG_DEVIATION)
         spikes = [Spike("loss", loss, loss_median, loss_score)]
+        # The median of logarithms, as a norm again.
         spikes.append(Spike("gradient norm", norm, math.exp(norm_median), norm_score))
         worst = max(spikes, key=lambda spike: spike.score)
         return worst if worst.score > self.threshold else None
@@ -104,6 +107,7 @@ def _score(value: float, window: Sequence[float], least: Callable[[float], float
     """The window's median, and how many robust standard deviations `value` is above it."""
     median = statistics.median(window)
     deviation = NORMAL_MAD * statistics.median(abs(other - median) for other in window)
+    # 1e-12: with a median of exactly 0 the least deviation is 0 too.
     return median, (value - median) / max(deviation, least(median), 1e-12)
 
 
@@ -145,6 +149,7 @@ class SpikeGuard:
     def rewind(self, run: Run, spike: Spike, path: Path) -> str | None:
         """Return to the checkpoint `path`, but not in the data. Returns the line to log; None if it was returned to too
         often. Raises TrainingStopped where it cannot be loaded."""
+        # A checkpoint's folder is named after its step.
         step, drawn = run.state.step + 1, int(path.name)
         self._rewinds[drawn] += 1
         if self._rewinds[drawn] > MAX_REWINDS:
@@ -154,6 +159,7 @@ class SpikeGuard:
             run.rewind(path)
         except UserError as error:
             raise TrainingStopped(f"step {step}: {spike}; --on_spike rewind cannot go back: {error}") from None
+        # The steps after it are trained again, and would be in the window twice.
         self._detector.forget_after(run.state.step)
         self._note(step, spike, "rewind")
         back = f"back to step {run.state.step} ({path}), and on with the data after this batch"
@@ -167,6 +173,7 @@ class SpikeGuard:
 def drop_gradients(run: Run) -> None:
     """Forget a step that has been computed but not applied: its gradients, and the absmax that delayed scaling saw."""
     run.optimizer.zero_grad(set_to_none=True)
+    # Else the spike's absmax would be in the next delayed scales.
     run.quantized.discard_step()
 
 

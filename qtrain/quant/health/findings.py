@@ -83,6 +83,7 @@ def findings(
     for name, measures in tensors.items():
         for what, bound in _bounds(scheme, name).items():
             value = measures.get(what)
+            # None is a measure that was not finite.
             if value is not None and value > bound:
                 found.append(Finding(READERS[name][0][0], name, what, value, bound))
     for gemm, value in (products or {}).items():
@@ -107,6 +108,7 @@ def remedy(
     what_if: the measures of the tensors in other schemes, which are `schemes`."""
     found = list(found)
     for name in REMEDIES:
+        # Not only better: the new scheme must be within its own bounds too.
         measures = what_if.get(name)
         if measures and not findings(schemes[name], measures) and all(_mends(f, measures) for f in found):
             return name
@@ -117,6 +119,7 @@ def _mends(finding: Finding, measures: Mapping[TensorName, Mapping[str, Any]]) -
     if finding.tensor is None:
         return True  # of tensors whose codes are good
     value = measures.get(finding.tensor, {}).get(finding.measure)
+    # The bound is that of the scheme in use, which the finding has exceeded.
     return value is not None and value < finding.bound
 
 
@@ -135,13 +138,16 @@ def _bounds(scheme: LowBitScheme, name: TensorName) -> dict[str, float]:
         "error": FLOAT_ERROR * error + cut if is_float else error + (1.0 if rounds else INTEGER_ERROR),
     }
     if scheme.amax_history and name != "w":
+        # Delayed scales are those of x and dy; a weight's scale follows from its current amax.
         bounds["saturated"] = SATURATED
+    # Stochastic rounding flushes without bias: its zeros are no finding.
     return bounds if rounds else {**bounds, "flushed_sum": FLUSHED + 3 * usual["flushed_sum"]}
 
 
 def _product_bound(scheme: LowBitScheme, gemm: Gemm) -> float:
     """Of independent errors of both operands."""
     readers = [(name, i) for name, pair in READERS.items() for i, (reader, _) in enumerate(pair) if reader == gemm]
+    # Independent relative errors add in squares.
     usual = math.hypot(*(expected(scheme, name)[i]["error"] for name, i in readers))
     return PRODUCT * usual + PRODUCT_MARGIN
 
@@ -161,8 +167,9 @@ def expected(scheme: LowBitScheme, name: TensorName) -> Expected:
     """On a CPU, once a scheme."""
     key = scheme, scheme.rounds(name), name  # what rounds is no field where the scheme is a head's
     if key not in _expected:
+        # Large enough for several blocks and scale groups; the fixed seed gives all runs the same bounds.
         data = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-        philox = torch.zeros(3, dtype=torch.int64)
+        philox = torch.zeros(3, dtype=torch.int64)  # RNG key of stochastic rounding
         if name == "w":
             operands = quantize_weight(WeightRequest(scheme, data, philox))
         else:
@@ -178,5 +185,6 @@ def _measured(data: Tensor, operand: Operand | None) -> dict[str, float] | None:
         return dict.fromkeys(NAMES, 0.0)
     if operand.format.hadamard:
         return None
+    # 256 != 512, so the shape tells which way the codes are stored.
     transposed = operand.codes.shape[0] == data.shape[1]
     return dict(zip(NAMES, tensor_measures(data.t() if transposed else data, operand).tolist(), strict=True))

@@ -59,6 +59,7 @@ class HealthMonitor:
         self._run, self._quantized, self._path = run, run.quantized, path
         given, self._fallback = run.settings.health, run.settings.health_fallback
         self._interval = INTERVAL if given is None else given
+        # Only rank 0 stretches its interval; with a fallback all ranks meet at each sample, so it is fixed.
         self._stretches = given is None and not self._fallback
         self._steps: deque[float] = deque(maxlen=32)
         """Seconds of the latest steps without a sample."""
@@ -102,6 +103,7 @@ class HealthMonitor:
             reassign(self._run.model, self._quantized, schemes)
         if self._stretches and self._steps and self._sampler is not None and rank() == 0:
             self._stretch(time.perf_counter() - now, statistics.median(self._steps))
+        # The time of the sample is no part of the next step's.
         self._before = time.perf_counter()
 
     def _stretch(self, sample: float, step: float) -> None:
@@ -136,6 +138,7 @@ class HealthMonitor:
             self._sampler = None
             gc.collect()
             if self._run.device.type == "cuda":
+                # Gives cached blocks back: training may need the memory in other sizes.
                 torch.cuda.empty_cache()
             return {}
         if self._log is None:
@@ -146,6 +149,7 @@ class HealthMonitor:
             name, judged = row["linear"], self._router(row) if "experts" in row else self._linear(row)
             causes = list(judged.causes)
             self._log.write({"step": step, **_compact(row), **({"over": causes} if causes else {})})
+            # One good sample ends the row: a fault counts in consecutive samples.
             if not causes:
                 self._faults.pop(name, None)
                 continue
@@ -201,6 +205,7 @@ class HealthMonitor:
     def _router(self, row: Row) -> "_Judged":
         moe = self._sampler.routers[row["linear"]].moe
         load = row["experts"]["load"]
+        # Effective number of experts (inverse Simpson index): `experts` where the load is even.
         used = 1 / sum(share**2 for share in load)
         # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
         if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
@@ -241,6 +246,7 @@ class _Judged:
     """For so many it must go on before it counts."""
 
     def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
+        # Tuples compare by their order first: a tensor before a product, then the furthest over its bound.
         return max(self.causes[cause] for cause in causes)
 
     def text(self, causes: Sequence[str], since: int) -> str:

@@ -94,6 +94,7 @@ class Sampler:
             loss = self._forward(piece).loss / trained
             if not inputs or not loss.requires_grad:
                 return {}
+            # `grad`, not `backward`: nothing is added to .grad. allow_unused: the piece may not reach every weight.
             found = iter(torch.autograd.grad(loss, inputs, allow_unused=True))
         gradients = {}
         for name, parameters in wanted.items():
@@ -111,6 +112,7 @@ class Sampler:
             if not isinstance(module, LowBitLinear | WeightCodes)  # probed ones write nothing
             for buffer in module.buffers(recurse=False)
         ]
+        # The version tells which buffers were written: only these are copied back.
         before = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -151,7 +153,8 @@ def piece_of(batch: TensorBatch) -> TensorBatch:
     """The part of a micro-batch that is sampled: of text the sequences with the most trained tokens at their start."""
     if not isinstance(batch, Batch):
         return batch.each(lambda t: t[:IMAGES])
-    trained = (batch.labels[:, :TOKENS] >= 0).sum(dim=1)
+    trained = (batch.labels[:, :TOKENS] >= 0).sum(dim=1)  # [sequences]; labels below 0 are not trained on
+    # Whole sequences up to TOKENS; one longer sequence is cut instead.
     count = min(len(trained), max(1, TOKENS // batch.labels.shape[1]))
     rows = trained.argsort(descending=True, stable=True)[:count]
     return batch.each(lambda t: t[rows, :TOKENS])
@@ -162,6 +165,7 @@ def _turn(choices: Sequence[LinearChoice], number: int) -> list[str]:
     if not choices:
         return []
     count = min(TURN, len(choices), max(1, TURN_ELEMENTS // max(choice.weights for choice in choices)))
+    # Round robin over samples: every linear has its turn.
     return [choices[(number * count + i) % len(choices)].name for i in range(count)]
 
 
@@ -170,7 +174,7 @@ def _small(p: nn.Parameter) -> bool:
 
 
 def _sampled(gradient: Tensor) -> Tensor:
-    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[None]
+    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[None]  # [rows, columns]
     return rows[spread(rows.shape[0], max(1, LARGE // rows.shape[1]), rows.device)]
 
 
@@ -178,6 +182,7 @@ def _trained(model: nn.Module, linear: LowBitLinear) -> list[nn.Parameter]:
     """The parameters whose gradient is that of a linear's weight: the weight, or its adapters."""
     if linear.weight.requires_grad:
         return [linear.weight]
+    # A module with adapters holds the frozen linear as `base`.
     owners = [module for module in model.modules() if getattr(module, "base", None) is linear]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
@@ -222,9 +227,11 @@ def _short(value: float) -> float | None:
 def _router_rows(routers: dict[str, Router], low_bit: dict[str, Tensor], true: dict[str, Tensor]) -> list[Row]:
     rows: list[Row] = []
     for name, experts in low_bit.items():
+        # [experts]: shares of the routes, which add up to 1.
         load = torch.bincount(experts.flatten(), minlength=routers[name].moe.experts) / experts.numel()
         row: Row = {"load": [_short(share) for share in load.tolist()]}
         if name in true:
+            # [T]: whether a token has the same set of experts; their order is that of the scores, and may differ.
             same = (experts.sort(dim=1).values == true[name].sort(dim=1).values).all(dim=1)
             row["drift"] = _short(1 - float(same.float().mean()))
         rows.append({"linear": name, "scheme": None, "experts": row})

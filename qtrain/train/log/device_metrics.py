@@ -25,7 +25,7 @@ def device_metrics(sensors: GpuSensors, now: dict[str, Any], rate: Rate | None, 
     if rate.ms:
         found["ms"] = {kind: round(ms, 3) for kind, ms in rate.ms.items()}
     if unit is TOKENS:
-        found["hours_billion"] = 1e9 / rate.tok_s / 3600
+        found["hours_billion"] = 1e9 / rate.tok_s / 3600  # wall time of 1e9 tokens at this rate
     if rate.joules_token is not None:
         found["joules_token"] = rate.joules_token
     return found
@@ -34,5 +34,6 @@ def device_metrics(sensors: GpuSensors, now: dict[str, Any], rate: Rate | None, 
 def joules_of_all(joules_token: float | None, device: torch.device) -> float | None:
     """The sum over all ranks, each of which has asked its own device; None where one does not know. A collective."""
     own = torch.tensor([math.nan if joules_token is None else joules_token], dtype=torch.float64, device=device)
+    # The NaN of one rank makes the sum NaN, and so unknown on every rank.
     total = float(all_gather_rows(own).sum())
     return total if math.isfinite(total) else None

@@ -16,6 +16,7 @@ class EnergyMeter:
 
     def __init__(self, counter: Callable[[], float | None] = lambda: None):
         self._counter = counter
+        # NaN propagates: energy from an unknown start is not reported.
         self._since = math.nan
         self._joules, self._seconds, self._tokens = 0.0, 0.0, 0
         self.watts: float | None = None
@@ -42,6 +43,7 @@ class EnergyMeter:
         """New means, if they are due."""
         if self._seconds < ENERGY_SECONDS or not self._tokens:
             return
+        # Closes the current span, and begins the next one at the same reading.
         self.end()
         known = math.isfinite(self._joules)
         self.watts = self._joules / self._seconds if known else None

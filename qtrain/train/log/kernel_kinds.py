@@ -17,6 +17,7 @@ _RULES = (
     ("optimizer", r"fused_adam|aten::_foreach|newton_schulz"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|softmax_warp|softmax_(forward|backward)|logsumexp"),
     ("norm and RoPE", r"_qk_norm_rope|rms_?norm|layer_?norm|group_?norm|batch_?norm|rsqrt"),
+    # Before GEMMs, whose patterns match its name too.
     ("expert routing", r"prepare_grouped_gemm_data"),
     # nvjet names the dtypes of A, B and the output: q is e4m3, r e5m2, t bf16, h fp16, s fp32.
     ("GEMM fp8", r"nvjet_(sm\d+_)?[qro]{2}|gemm.*e[45]m[23]|e[45]m[23].*gemm|GemmUniversal.*e[45]m[23]|_scaled_mm"),
@@ -45,6 +46,7 @@ _RULES = (
     # Inductor casts nearly everywhere: a copy is what does nothing else.
     ("copies", r"^triton_\w+?_fused_((_to_copy|copy|clone|cat|stack|transpose|t|view|zeros|full|fill)_+)+\d+$"),
 )
+# dict.fromkeys keeps each kind once, in the order of its first rule.
 KINDS = tuple(dict.fromkeys([kind for kind, _ in _RULES if kind.startswith("GEMM")] + [kind for kind, _ in _RULES]))
 KINDS += (OTHER,)
 """GEMMs first."""

@@ -27,6 +27,7 @@ class Kernel:
 def kernels_of(events: Iterable[FunctionEvent], on_gpu: bool) -> list[Kernel]:
     """The kernels among a profiler's events; on a CPU its operators."""
     if not on_gpu:
+        # Operators have a namespace, as aten::mm; ranges that code has named have none.
         found = [e for e in events if e.device_type == DeviceType.CPU and "::" in e.name]
         return [Kernel(e.name, e.time_range.start, e.time_range.end, e.self_cpu_time_total) for e in found]
     # Ranges that code has named, such as a step or a collective, are shown on the device too.
@@ -81,6 +82,7 @@ class KernelTable:
             lines.append(self._row("all GEMMs", ms, launches, self.floor.get("GEMM")))
         others = [kind for kind in self.ms if kind not in gemms]
         lines += [self._row(kind, self.ms[kind], self.launches[kind], self.floor.get(kind)) for kind in others]
+        # Negative, so that the column adds up to the step.
         lines += [self._row("overlapping", -self.overlap), self._row("idle", self.idle)]
         lines += [self._row("step", self.total, sum(self.launches.values()), sum(self.floor.values())), ""]
         lines.append("floor: the plan's FLOPs at the dense peak of each GEMM's arithmetic; other kinds have none")
@@ -105,7 +107,7 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, floor: Mapping[str, floa
     count: dict[str, int] = defaultdict(int)
     kernels = sorted(kernels, key=lambda kernel: kernel.start)
     for kernel in kernels:
-        spent[kernel.name] += kernel.spent / 1000 / steps
+        spent[kernel.name] += kernel.spent / 1000 / steps  # us of all steps -> ms of one
         count[kernel.name] += 1
     by_name: dict[str, list[tuple[str, float, float]]] = {kind: [] for kind in KINDS}
     for name in sorted(spent, key=lambda name: -spent[name]):
@@ -119,6 +121,7 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, floor: Mapping[str, floa
         {kind: by_name[kind] for kind in order},
         idle=(span - busy) / 1000 / steps,
         floor=_grouped(floor),
+        # Without overlap, rounding may leave a difference just below 0.
         overlap=max(sum(ms.values()) - busy / 1000 / steps, 0.0),
     )
 
@@ -127,6 +130,7 @@ def _busy(kernels: list[Kernel]) -> tuple[float, float]:
     """Microseconds during which some kernel ran, and from the first start to the last end. kernels: by start."""
     busy, until = 0.0, kernels[0].start if kernels else 0.0
     for kernel in kernels:
+        # The union of intervals: of an overlap only the part after `until` is new.
         busy += max(kernel.end - max(kernel.start, until), 0.0)
         until = max(until, kernel.end)
     return busy, until - kernels[0].start if kernels else 0.0

@@ -56,6 +56,7 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
         while found and found[-1]["step"] > record["step"] - ("loss" in record):
             found.pop()
         found.append(dict(record))
+    # The first time of any record also stands in for records before it.
     latest = next((time for r in found if (time := _number(r.get("time")))), None)
     for record in found:
         record["time"] = latest = _number(record.get("time")) or latest

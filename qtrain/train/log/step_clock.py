@@ -49,13 +49,15 @@ class StepClock:
     def _now(self) -> torch.cuda.Event | float:
         if not self._on_gpu:
             return time.perf_counter()
+        # Events are reused, so a step in steady state creates none.
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _take_unread(self) -> None:
+        # A mark ends its kind of work, which the mark before it began.
         for (_, before), (kind, mark) in zip(self._unread, self._unread[1:], strict=False):
             self._seconds[kind] += before.elapsed_time(mark) / 1000 if self._on_gpu else mark - before
-        self._steps += bool(self._unread)
+        self._steps += bool(self._unread)  # no marks: the step did not count
         self._spare += [mark for _, mark in self._unread] if self._on_gpu else []
         self._unread = []

@@ -124,6 +124,7 @@ class TrackioTracker(Tracker):
 
         # The run folder's name is unique, and the same after resuming.
         self._trackio = trackio
+        # A run that is sent as a whole must not be appended to an earlier copy of itself.
         resume = "never" if start_step == WHOLE_RUN else "allow"
         trackio.init(project=project, name=run_dir.name or run_name, config=dict(config), resume=resume)
 

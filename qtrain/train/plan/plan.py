@@ -93,7 +93,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the device's memory, where it is known, is enough."""
-        return self.memory_taken <= (self.hardware.memory_bytes or math.inf)
+        return self.memory_taken <= (self.hardware.memory_bytes or math.inf)  # unknown: taken to fit
 
     def settings_in_force(self, settings: TrainSettings) -> TrainSettings:
         """The settings with the values of the batch geometry in place of zeros."""
@@ -126,6 +126,7 @@ class Plan:
             )
         rows += self._memory_rows() + self._time_rows(tokens)
         rows += self.world.rows(self.n_steps) if self.world else []
+        # Eight columns: the report reads the plan back from train.log by them.
         return [f"{name:8}{text}" for name, text in rows]
 
     def _peaks(self) -> str:
@@ -153,7 +154,7 @@ class Plan:
     def _time_rows(self, tokens: int) -> list[tuple[str, str]]:
         if not self.flops:
             return []
-        fastest = self.geometry.devices / sum(self.seconds.values())
+        fastest = self.geometry.devices / sum(self.seconds.values())  # tokens per second of all devices
         shares = ", ".join(f"{kind} {100 * s / sum(self.seconds.values()):.0f}%" for kind, s in self.seconds.items())
         return [
             ("compute", f"{short_number(sum(self.flops.values()))}FLOP {self.unit.one}; of the shortest time {shares}"),

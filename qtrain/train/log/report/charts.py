@@ -56,11 +56,13 @@ class Chart:
     @property
     def is_log(self) -> bool:
         """Whether it has the second figure, which takes positive values only."""
+        # A value at or below 0 has no logarithm: the second figure is left out.
         return self.log and all(bool((series.curve.y > 0).all()) for series in self.series)
 
     @property
     def colored(self) -> list[Series]:
         """The series with their colors."""
+        # Colors that are given do not use up the palette.
         free = iter(PALETTE * (len(self.series) // len(PALETTE) + 1))
         return [s if s.color else replace(s, color=next(free)) for s in self.series]
 
@@ -76,6 +78,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
     low = min(float(series.curve.y.min()) for series in chart.series)
     high = max(float(series.curve.y.max()) for series in chart.series)
     found = []
+    # Upper edge of the areas stacked so far, [n].
     below: np.ndarray | None = None
     for series in chart.colored:
         curve = series.curve
@@ -87,9 +90,11 @@ def chart_data(chart: Chart) -> dict[str, Any]:
             entry["data"] = _columns(Curve(curve.x, top)) | {"lower": _coded(bottom), "value": _coded(curve.y)}
             below, high = top, max(high, float(top.max()))
         elif series.style == "band":
+            # Not thinned: `lower` would need the same indices.
             entry["data"] = _columns(curve) | {"lower": _coded(series.lower)}
         elif series.style == "smoothed":
             entry["raw"] = _columns(thinned(curve))
+            # Smoothed before thinning: extremes of the raw curve alone would bias the mean.
             entry["data"] = _columns(thinned(smoothed(curve), SMOOTHED_POINTS))
         else:
             entry["data"] = _columns(thinned(curve))
@@ -111,4 +116,5 @@ def _columns(curve: Curve) -> dict[str, Mapping[str, str]]:
 
 def _coded(values: np.ndarray, dtype: str = "f4") -> Mapping[str, str]:
     """An array as base64 of little-endian floats."""
+    # fp32 ends at 3.4e38: clipped, a huge value stays finite and so drawable.
     return {dtype: base64.b64encode(np.clip(values, -3e38, 3e38).astype(f"<{dtype}").tobytes()).decode()}

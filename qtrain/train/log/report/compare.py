@@ -57,6 +57,7 @@ class ComparedRun:
     @property
     def key(self) -> str:
         """Equal for runs of a group."""
+        # Keys with "_" are facts such as versions, not settings. Without config.json a run is a group of its own.
         kept = {k: v for k, v in self.settings.items() if k not in NOT_COMPARED and not k.startswith("_")}
         return json.dumps(kept, sort_keys=True) if kept else self.name
 
@@ -74,6 +75,7 @@ def compared(run: RunRecords) -> ComparedRun:
     """A run's folder for the comparison."""
     tokens, memory, joules = (run.curve(key) for key in (run.samples, "mem", "joules_token"))
     return ComparedRun(
+        # Folders are named TIME_NAME; the time would only crowd the legend.
         re.sub(r"^\d{8}-\d{6}_", "", run.name),
         run.config,
         run.curve("loss"),
@@ -153,11 +155,12 @@ def _losses(groups: Sequence[RunGroup]) -> list[Chart]:
 
 def _focus(series: Sequence[Series]) -> tuple[float, float] | None:
     """The y range without the first 5% of each run, at least its first point."""
+    # The initial drop from ln(vocabulary) would flatten all that follows.
     late = [s.curve.y[1 + len(s.curve) // 20 :] for s in series if len(s.curve) >= 5]
     if not late:
         return None
     low, high = min(float(y.min()) for y in late), max(float(y.max()) for y in late)
-    margin = 0.05 * (high - low) or 0.5
+    margin = 0.05 * (high - low) or 0.5  # a constant curve has no range
     return low - margin, high + margin
 
 
@@ -174,6 +177,7 @@ def _differences(groups: Sequence[RunGroup]) -> list[Chart]:
         ("train", "over-train", "Training loss"),
     ):
         series: list[Series] = []
+        # The reference has no difference to itself.
         for group in groups[1:]:
             if (difference := group_difference(groups[0], group, curve)) is None:
                 continue
@@ -182,9 +186,11 @@ def _differences(groups: Sequence[RunGroup]) -> list[Chart]:
                 upper = Curve(mean.x, mean.y + error)
                 series.append(Series(group.name, upper, "band", group.color, lower=mean.y - error))
             series.append(Series(group.name, mean, "points" if curve == "validation" else "line", group.color))
+        # Early differences are large and say little; the range follows the last 80%.
         late = [s.curve.y[len(s.curve) // 5 :] for s in series]
         focus = None
         if late and max(map(len, late)) > 3:
+            # Symmetric about 0; never so narrow that noise of a few thousandths looks like a result.
             most = 1.2 * max(0.005, *(float(np.abs(y).max()) for y in late))
             focus = (-most, most)
         found.append(Chart(key, f"{title} over {groups[0].name}", "nats", series, note, focus=focus))
@@ -199,6 +205,7 @@ def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[
     theirs = {run.seed: c for run in reference.runs if (c := _loss(run, curve)) is not None}
     if not ours or not theirs:
         return None
+    # By tokens, runs with different batch sizes are compared at the same data.
     mode = "tokens" if all("tokens" in c.x for c in (*ours.values(), *theirs.values())) else "steps"
     points = _shared_points([*ours.values(), *theirs.values()], mode, curve)
     if not len(points):
@@ -239,6 +246,7 @@ def _shared_points(curves: Sequence[Curve], mode: str, curve: str) -> np.ndarray
 
 def _mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Over rows: [seeds, n] -> mean [n] and its standard error [n], None of one row."""
+    # ddof=1: the sample's own mean is subtracted.
     error = values.std(axis=0, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
     return values.mean(axis=0), error
 

@@ -80,6 +80,7 @@ class HeatMap:
 
 def split_name(linear: str) -> tuple[str, str]:
     """("mlp.down_proj", "3") of "layers.3.mlp.down_proj": the kind and the layer. Without a layer the name and ""."""
+    # Lazy prefix: the first number is the layer, a later one an expert or a block inside of it.
     found = re.fullmatch(r"(?:.*?\.)?(\d+)\.(.+)", linear)
     return (found[2], found[1]) if found else (linear, "")
 
@@ -98,20 +99,23 @@ def health_map(run: RunRecords) -> HeatMap | None:
     kinds: dict[str, dict[str, None]] = {}
     for sample in samples:
         kind, layer = split_name(sample["linear"])
+        # Dicts as ordered sets. A linear outside of layers, such as the head, is a row of its own name.
         kinds.setdefault(kind, {})[layer or kind] = None
     in_layers = {layer: None for kind, layers in kinds.items() for layer in layers}
+    # With one kind, WORST would repeat it.
     rows = {WORST: sorted(in_layers, key=_row_order)} if len(kinds) > 1 else {}
     rows |= {kind: sorted(layers, key=_row_order) for kind, layers in kinds.items()}
 
     columns = _columns(samples, sum(map(len, rows.values())) * len(measures))
     names = [split_name(sample["linear"]) for sample in samples]
     at_row = {kind: {label: n for n, label in enumerate(labels)} for kind, labels in rows.items()}
-    column = np.array([columns.of_step[sample["step"]] for sample in samples])
+    column = np.array([columns.of_step[sample["step"]] for sample in samples])  # [samples]
     planes = {}
     for key, (_, _, bad) in measures.items():
-        values = np.array([_known(lookup(sample, key)) for sample in samples])
+        values = np.array([_known(lookup(sample, key)) for sample in samples])  # [samples], NaN where absent
         for choice, labels in rows.items():
             known = [n for n, (kind, _) in enumerate(names) if choice in (kind, WORST)]
+            # An absent plane costs nothing in the page, one of NaN its whole size.
             if np.isnan(values[known]).all():
                 continue
             row = np.array([at_row[choice][names[n][1] or names[n][0]] for n in known])
@@ -132,6 +136,7 @@ def expert_map(run: RunRecords) -> HeatMap | None:
     planes = {}
     for router, size in experts.items():
         cells = [
+            # Shares sum to 1, so share * experts is the load over the mean.
             (row, columns.of_step[record["step"]], share * len(load))
             for record, load in loads
             if record["linear"] == router
@@ -146,12 +151,15 @@ def expert_map(run: RunRecords) -> HeatMap | None:
 
 def _load(record: Mapping[str, Any]) -> list[float]:
     load = lookup(record, "experts.load")
+    # The bound is against a damaged file: each value becomes a row.
     values = [number(value) for value in load] if isinstance(load, list) and len(load) <= 4096 else []
+    # One damaged share would shift the experts after it, so the whole record is dropped.
     return [value for value in values if value is not None] if None not in values else []
 
 
 def _row_order(label: str) -> tuple[bool, int, str]:
     """Layers by number, then what lies outside of them."""
+    # Nine digits: a longer number in an edited file is not worth converting.
     return not label.isdigit(), int(label[:9]) if label.isdigit() else 0, label
 
 
@@ -183,9 +191,11 @@ class _Columns:
 def _columns(samples: Sequence[Mapping[str, Any]], values_per_column: int) -> _Columns:
     """The steps of the samples as columns, several to a column where they are too many."""
     steps = sorted({sample["step"] for sample in samples})
+    # Large models get fewer columns, which bounds the page's size whatever the number of linears.
     most = int(np.clip(MAX_VALUES // max(values_per_column, 1), MIN_COLUMNS, MAX_COLUMNS))
     count = min(len(steps), most)
     of_step = {step: n * count // len(steps) for n, step in enumerate(steps)}
+    # Reversed, so that the first step of each column is assigned last and stays.
     firsts = {column: step for step, column in reversed(of_step.items())}
     # A sample stands for the steps up to the next one.
     gap = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) or 1

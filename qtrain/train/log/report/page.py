@@ -27,6 +27,7 @@ RAMP = f"linear-gradient(to right, {', '.join(VIRIDIS)})"
 
 def bokeh_files() -> list[Path]:
     """BokehJS and its API in Bokeh's wheel, which is not imported. UserError where it is not installed."""
+    # Only the .js files are needed, so the package is found but not imported.
     found = importlib.util.find_spec("bokeh")
     folder = Path(found.origin).parent / "server/static/js" if found and found.origin else None
     files = [folder / f"{name}.min.js" for name in ("bokeh", "bokeh-api")] if folder else []
@@ -52,6 +53,7 @@ def page(
     counted: what the runs count, tokens or images.
     live: the version of the data, where the page is served and is to reload when it changes.
     """
+    # Heat maps always have steps, even where no curve has anything.
     modes = modes_of(charts) or (["steps"] if heat_maps else [])
     mode = mode if mode in modes else next(iter(modes), "steps")
     curves = "".join(map(_chart, charts))
@@ -59,8 +61,10 @@ def page(
     labels = {name: MODES[name] for name in modes} | ({"tokens": counted} if "tokens" in modes else {})
     loss = next((chart for chart in charts if chart.key == "loss"), None)
     controls = _controls(labels, mode, loss, live is not None) if modes else ""
+    # Only a served page asks for the data's version; a file on disk requests nothing.
     policy = POLICY + ("; connect-src 'self'" if live is not None else "")
     attribute = f' data-live="{escaped(live)}"' if live is not None else ""
+    # Without a figure the page needs no BokehJS, and works where Bokeh is not installed.
     library = [path.read_text(encoding="utf-8") for path in bokeh_files()] if modes else []
     return "".join(
         (
@@ -73,6 +77,7 @@ def page(
             f"{tables}{below}</main>",
             _data("modes", json.dumps(labels)),
             _data("colors", json.dumps(VIRIDIS)),
+            # allow_nan=False: NaN is no JSON, and JSON.parse would fail on the whole page.
             _data("data", json.dumps([chart_data(chart) for chart in charts], allow_nan=False)),
             *(f"<script>{_inside(code)}</script>" for code in [*library, _asset("page.js")]),
             "</body></html>\n",
@@ -91,6 +96,7 @@ def _inside(code: str) -> str:
 
 def _data(key: str, text: str) -> str:
     """JSON for `page.js`, which cannot end its element either."""
+    # A "<" can occur in JSON only inside strings, where the escape means the same.
     text = text.replace("<", "\\u003c")
     return f'<script type="application/json" id="{key}">{text}</script>'
 
@@ -127,6 +133,7 @@ def _chart(chart: Chart) -> str:
         f'<button type="button" aria-pressed="true" data-curve="{chart.key}:{number}">'
         f'<i style="background:{series.color}"></i>{escaped(series.name)}</button>'
         for number, series in enumerate(chart.colored)
+        # A band has the color of its line, whose button stands for both in the legend.
         if series.style != "band"
     )
     words = ". ".join(summary_of(s.name, s.curve.y) for s in chart.series if s.style != "band")

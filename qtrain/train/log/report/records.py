@@ -42,6 +42,7 @@ def number(value: Any) -> float | None:
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
     """The value at a key such as "gpu.power", which lies in an object; None without one."""
+    # A key that has a dot itself comes before a nested one.
     if key in record or "." not in key:
         return record.get(key)
     outer, _, inner = key.partition(".")
@@ -127,6 +128,7 @@ class RunRecords:
             found["hours"] = hours
         if "tokens" in found and "joules_token" in self.columns:
             index, each = self.columns["joules_token"]
+            # Each record's J per token holds for the tokens since the one before it; [records with energy].
             total = np.cumsum(each * np.diff(found["tokens"][index], prepend=0.0))
             found["joules"] = np.interp(steps, steps[index], total)
         return found
@@ -141,7 +143,9 @@ class RunRecords:
         """Wall time since the start, without the time between a stop and the resumed run."""
         if len(self.columns.get("time", ((), ()))[0]) < 2:
             return None
+        # A clock that was set back must not make the axis descend.
         gaps = np.maximum(np.diff(self._filled("time")), 0.0)
+        # The median is robust to the pauses that are to be found.
         usual = float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 0.0
         # No evaluation or checkpoint takes that much longer than a step: nothing has trained.
         gaps = np.where((gaps > 1800) & (gaps > 20 * usual), usual, gaps)
@@ -160,6 +164,7 @@ class RunRecords:
             return None
         # Pauses for evaluation and checkpoints are no part of the speeds.
         index, counts = self.columns[self.samples]
+        # Record index -> tokens since the record before; never negative, also in an edited file.
         new = dict(zip(index.tolist(), np.maximum(np.diff(counts, prepend=0.0), 0.0).tolist(), strict=True))
         speeds = zip(*(part.tolist() for part in self.columns[self.rate]), strict=True)
         return sum(new.get(n, 0.0) / speed for n, speed in speeds if speed > 0) or None
@@ -180,6 +185,7 @@ def check_run(path: str, flag: str) -> Path:
     if kind := special_file(metrics):
         raise UserError(f"{flag}: {metrics} is {kind}.")
     if not metrics.is_file():
+        # A folder of runs is the usual mistake, RUNS_DIR or RUNS_DIR/SCRIPT.
         inner = [path.parent for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/metrics.jsonl"))]
         fix = f" It holds runs: give one, such as {inner[-1]}." if inner else " Give the folder of a run."
         raise UserError(f"{flag}: {folder} is not a run folder: it has no metrics.jsonl.{fix}")
@@ -211,6 +217,7 @@ def read_run(folder: Path) -> RunRecords:
         config = json.loads(read_small(folder / "config.json", MAX_JSON))
     except FileNotFoundError:
         pass
+    # RecursionError: a file of brackets nested deeper than the parser goes.
     except (OSError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
@@ -229,6 +236,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
             for line in _lines(file):
                 record = _record(line)
                 if record is None:
+                    # Blank lines are harmless, and the last one may be half written.
                     damaged += line.endswith(b"\n") and bool(line.strip())
                     continue
                 records.append(record)
@@ -239,8 +247,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records by step. A run that went back to a checkpoint logs steps again: the later line of a step counts."""
+    # The usual case, without a rewind: nothing to sort.
     if all(a["step"] < b["step"] for a, b in itertools.pairwise(records)):
         return records
+    # Evaluations share their step with its training record and are kept: they have no "loss".
     last = {record["step"]: record for record in records if "loss" in record}
     kept = (record for record in records if "loss" not in record or last[record["step"]] is record)
     return sorted(kept, key=lambda record: record["step"])
@@ -249,6 +259,7 @@ def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _lines(file: Any) -> Iterator[bytes]:
     """Lines; of one of more than MAX_LINE bytes only an end that is no record."""
     while line := file.readline(MAX_LINE):
+        # readline has stopped at its limit: the rest is read in pieces and dropped, in constant memory.
         if not line.endswith(b"\n") and len(line) == MAX_LINE:
             while line and not line.endswith(b"\n"):
                 line = file.readline(MAX_LINE)
@@ -261,6 +272,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
+    # bool is a subclass of int: `"step": true` is no step.
     step = record.get("step") if isinstance(record, dict) else None
     return record if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP else None
 
@@ -278,8 +290,10 @@ def _read_plan(path: Path) -> tuple[tuple[str, str], ...]:
     rows: list[tuple[str, str]] = []
     for line_number, line in enumerate(text.splitlines()):
         # "2026-11-26 00:54:19,161 INFO model   quickstart, ..."
+        # Only the first line of a log entry has the prefix.
         row = re.sub(r"^[\d-]+ [\d:,]+ INFO ", "", line) if line_number == 0 else line
         name, said = row[:8].strip(), row[8:]
+        # The first line that is no row ends the plan.
         if not said.strip() or (name and not re.fullmatch(r"[a-z]+ +", row[:8])) or (not name and not rows):
             break
         rows.append((name or rows[-1][0], said.strip()))

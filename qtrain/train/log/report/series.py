@@ -15,11 +15,13 @@ def extremes(y: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
     the last. No spike is lost, however short. y: [n] float64, n any."""
     if len(y) <= most:
         return np.arange(len(y))
+    # Four points an interval, and len(y) > most: no interval is empty.
     edges = np.linspace(0, len(y), most // 4 + 1).astype(np.int64)
     found = [0]
     for start, end in itertools.pairwise(edges):
         part = y[start:end]
         found += [start, start + int(part.argmin()), start + int(part.argmax()), end - 1]
+    # Sorted too: the lowest may come after the highest.
     return np.unique(np.array(found))
 
 
@@ -41,4 +43,5 @@ def smoothed(curve: Curve) -> Curve:
     """The mean of the last `smoothing_span` points at each point, of those that there are at the beginning."""
     span = smoothing_span(len(curve))
     sums = np.convolve(curve.y, np.ones(span))[: len(curve)]  # no running sum: one huge value would cost its digits
+    # The first points have fewer than `span` terms in their sums.
     return Curve(curve.x, sums / np.minimum(np.arange(1, len(curve) + 1), span))

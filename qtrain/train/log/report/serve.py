@@ -16,6 +16,7 @@ FILES = ("metrics.jsonl", "health.jsonl", "config.json", "train.log")
 class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     """Serves `/`, the page, and `/version`, a text that changes when a file of the run does."""
 
+    # A connection that is still open must not delay Ctrl-C.
     daemon_threads = True
     allow_reuse_address = False  # a port that another server has is refused
 
@@ -38,6 +39,7 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         found = []
         for name in FILES:
             try:
+                # Files appear while the run goes on; an absent one is no error.
                 about = (self.run_dir / name).stat()
             except OSError:
                 continue
@@ -46,7 +48,9 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def page(self) -> bytes:
         """The page of the newest data."""
+        # Before reading: data that arrive meanwhile change the version, and the page reloads once more.
         version = self.version()
+        # Rendering reads the whole run: a version that was rendered before is served again.
         if self._made is None or self._made[0] != version:
             text = run_page(read_run(self.run_dir), live=version)
             self._made = version, text.encode("utf-8", "backslashreplace")
@@ -55,7 +59,7 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = 10
+    timeout = 10  # seconds; a client that sends no request would hold a thread for ever
 
     def do_GET(self) -> None:
         # A page of another site that resolves its name to 127.0.0.1 must not read the run.
@@ -74,6 +78,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in (
             ("Content-Type", kind),
             ("Content-Length", str(len(body))),
+            # A cached page would carry an old version, and reload without end.
             ("Cache-Control", "no-store"),
             ("X-Content-Type-Options", "nosniff"),
         ):
