@@ -60,6 +60,7 @@ class GpuSensors:
     def read(self) -> dict[str, Any]:
         """util, memory_util: percent of NVML's last sampling period; sm_clock: MHz; temperature: °C; throttled: why
         clocks are held back, in words. Those that the GPU has. Takes microseconds."""
+        # Over a copy of the keys: `_ask` deletes a query that fails.
         values = {name: self._ask(name) for name in list(self._queries) if name not in ("joules", "power")}
         util, memory_util = values.pop("utilization", None) or (None, None)
         values = {"util": util, "memory_util": memory_util, **values}
@@ -121,9 +122,9 @@ def _queries(nvml: Any, device: Any, card: Any) -> dict[str, Callable[[], Any]]:
 
     return {
         "utilization": utilization,
-        "power": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
+        "power": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,  # NVML has mW
         "sm_clock": lambda: nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM),
         "temperature": lambda: nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU),
         "throttled": throttled,
-        "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,
+        "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,  # NVML has mJ
     }

@@ -95,19 +95,23 @@ def _keep_fresh(model: nn.Module, quantized: QuantizedModel) -> None:
     """Compute codes again after each step of an optimizer that has any of the weights, and before a forward pass that
     would read old ones. The model's hook is what keeps `quantized` alive."""
 
+    # The check must run in every pass, not once while torch.compile traces the model.
     @torch.compiler.disable
     def before_forward(module: nn.Module, _: object) -> None:
         if any(linear.stale for linear in quantized.linears):
             quantized.refresh_weights()
+        # Evaluation leaves the random bits of training as they are.
         if module.training and torch.is_grad_enabled():
             quantized.set_step(quantized.step + 1)
 
     model.register_forward_pre_hook(before_forward)
+    # The optimizer hook is global: a strong reference in it would keep the model alive for ever.
     found = weakref.ref(quantized)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if (here := found()) is None:
             return
+        # By identity: `in` on tensors would compare elements.
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         weights = [linear.weight for linear in here.linears if id(linear.weight) in updated]
         if weights:
@@ -116,4 +120,5 @@ def _keep_fresh(model: nn.Module, quantized: QuantizedModel) -> None:
             here.refresh()
 
     handle = register_optimizer_step_post_hook(after_step)
+    # The hook goes when the model does.
     weakref.finalize(quantized, handle.remove)

@@ -44,8 +44,8 @@ def blockwise_mm_ref(
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8, with a scale for each of their blocks -> [M, N]."""
     # Every product is scaled, which the kernel does once per block: sums differ by fp32 rounding only.
-    values_a = a.float() * expand_scale(scale_a, block_a, a.shape)
-    values_b = b.float() * expand_scale(scale_b, block_b, b.shape)
+    values_a = a.float() * expand_scale(scale_a, block_a, a.shape)  # fp32 [M, K]
+    values_b = b.float() * expand_scale(scale_b, block_b, b.shape)  # fp32 [N, K]
     total = values_a @ values_b.t()  # fp32 [M, N]
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
@@ -93,6 +93,7 @@ def add_block(total, a, b, scale_a, scale_b, INT8: tl.constexpr):
     """total + A · Bᵀ of one block of K, times both scales."""
     # A fresh accumulator per block: FP8's own accumulator, of about 14 bits of mantissa, never sums more than one.
     partial = to_float(tl.dot(a, b.T, out_dtype=tl.int32 if INT8 else tl.float32), INT8)
+    # scale_b is [1] or [BLOCK_N]: either broadcasts over the tile [BLOCK_M, BLOCK_N].
     return total + partial * (scale_a[:, None] * scale_b[None, :])
 
 
@@ -122,7 +123,7 @@ def _blockwise_mm_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             # Loaded before the codes: both arrive while the tensor cores multiply.
-            scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
+            scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)  # [BLOCK_M] fp32
             scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a, b = a_desc.load([row, step * BLOCK_K]), b_desc.load([column, step * BLOCK_K])
             total = add_block(total, a, b, scale_a, scale_b, INT8)
@@ -214,6 +215,7 @@ def _padded_to_4(scale: Tensor) -> Tensor:
     """[rows, blocks] with blocks padded to a multiple of 4; scales of our quantizers are, and are not copied."""
     (rows, blocks), width = scale.shape, -(-scale.shape[1] // 4) * 4
     if scale.stride() == (width, 1):
+        # The quantizers allocate rows of `width`: the view only makes the padding visible.
         return scale.as_strided((rows, width), (width, 1))
     return F.pad(scale, (0, width - blocks))
 

@@ -55,6 +55,7 @@ def _fp32_is_faster() -> bool:
     """Whether this CPU multiplies fp32 faster than INT8, by one product; either result is the same. One of 256³ is too
     small: where other processes take the cores, threads wait for each other for longer than it takes."""
     a = torch.ones(384, 384, dtype=torch.int8, device="cpu")
+    # The best rate of three: other processes can only slow a product down.
     by_fp32, by_int8 = (
         max(product_rate(multiply, a) for _ in range(3))
         for multiply in (lambda x, y: fp32_products(x, y.t()), torch._int_mm)

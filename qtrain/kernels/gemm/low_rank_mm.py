@@ -35,7 +35,7 @@ def low_rank_mm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """As `scaled_mm_ref`, plus left [M, r] · right [N, r]ᵀ; added in fp32."""
-    total = scaled_mm_ref(a, b, scale_a, scale_b, torch.float32, bias)
+    total = scaled_mm_ref(a, b, scale_a, scale_b, torch.float32, bias)  # fp32 [M, N]
     return torch.addmm(total, left.float(), right.float().t()).to(out_dtype)
 
 

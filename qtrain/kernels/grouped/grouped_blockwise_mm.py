@@ -115,15 +115,16 @@ def _m_grouped_blockwise_kernel(
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        # A tile lies in one group: groups begin at multiples of 128, which BLOCK_M divides.
         group = tl.load(group_ptr + row // 128)
         scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
         scale_b_group = scale_b_ptr + group * b_group_stride  # of this group's matrix: [n / ROWS_B, k / BLOCK_K]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
-            scale_a = tl.load(scale_a_row + step * a_k_stride)
+            scale_a = tl.load(scale_a_row + step * a_k_stride)  # [BLOCK_M] fp32
             scale_b = load_scale_b(scale_b_group + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
-            b = load_matrix(b_desc, group, column, step * BLOCK_K, False)
+            b = load_matrix(b_desc, group, column, step * BLOCK_K, False)  # [BLOCK_N, BLOCK_K] codes
             total = add_block(total, a, b, scale_a, scale_b, INT8)
         c_desc.store([row, column], total.to(c_desc.dtype))
     zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
@@ -160,8 +161,8 @@ def _k_grouped_blockwise_kernel(
         step, rows = start // BLOCK_K, row + tl.arange(0, BLOCK_M)
         scale_a = tl.load(scale_a_ptr + rows // ROWS_A * a_row_stride + step * a_k_stride, rows < n, 0.0)
         scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, k, b_row_stride, BLOCK_N, ROWS_B)
-        a = a_desc.load([row, start])
-        b = b_desc.load([column, start])
+        a = a_desc.load([row, start])  # [BLOCK_M, BLOCK_K] codes
+        b = b_desc.load([column, start])  # [BLOCK_N, BLOCK_K] codes
         total = add_block(total, a, b, scale_a, scale_b, INT8)
         if start + BLOCK_K >= last:
             store_tile(c_desc, total, row, column, 1, group)
@@ -196,6 +197,7 @@ def launch_grouped_rows_blockwise(
             grouped=WgmmaGroups("rows", group_of_block, starts, (n, 0) if by_rows else (0, k), scale_b.stride(0)),
         )  # fmt: skip
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
+    # Persistent: no more CTAs than are resident at once, each of which takes every PROGRAMS-th tile.
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     _m_grouped_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
@@ -241,6 +243,7 @@ def launch_grouped_sums_blockwise(
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n]),
         scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups, *scale_a.stride(), *scale_b.stride(),
         PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=block_k,
+        # tl.arange takes powers of two only.
         BLOCK_E=triton.next_power_of_2(groups), ROWS_A=rows_a, ROWS_B=rows_b, INT8=a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

@@ -130,6 +130,7 @@ def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]
         return False, False
     shape = config.vocab_size, config.hidden_size
     count = sum(group.count for group in trained.shapes if group.shape == shape and not group.hidden)
+    # Embedding and head have one shape: a matrix more than the head is the embedding.
     return count > trained.head, trained.head
 
 
@@ -156,6 +157,7 @@ def _gathered(config: ModelConfig, low_bit: LowBitBytes, sharded: Collection[str
     for name, count, weights, linear in low_bit.linears(config):
         if name in sharded:
             sizes.setdefault(name, []).extend([weights * _in_full(linear)] * count)
+    # The largest `layers` of each kind; [:None] is all of them.
     return sum(sum(sorted(linear_sizes, reverse=True)[:layers]) for linear_sizes in sizes.values())
 
 
@@ -166,6 +168,7 @@ def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, 
     # Random weights are drawn in fp32; loaded ones come in the model's dtype.
     drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
     sharded = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
+    # (what stays, what is being made): a tied embedding first, the largest sharded matrix, then all codes.
     moments = (
         (element * matrix, drawn * matrix),
         (round(masters), (element + drawn) * max(sharded)),

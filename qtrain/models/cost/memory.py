@@ -154,6 +154,7 @@ class MemoryEstimate:
     def moments(self) -> dict[str, dict[str, int]]:
         """Bytes by kind at each moment of a step that can be the peak."""
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
+        # (gradients, activations, temporaries), as `kinds` below names them.
         moments = {
             "the loss": (self.held, self.activations, self.loss),
             "the start of backward": (self.held, self.activations, self.backward),

@@ -128,10 +128,12 @@ def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
 
 def _latent_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     c, latent, heads, layers = config.hidden_size, config.mla, config.num_attention_heads, config.num_hidden_layers
+    # Without a rank of its own (DeepSeek-V2-Lite), q is projected from the hidden state in one product.
     q_weights = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
     found = {"qkv_a": LayerLinear(c, {**q_weights, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}
     if latent.q_rank:
         found["q_b"] = LayerLinear(latent.q_rank, {"q_b_proj": config.q_size}, layers)
+    # Of each head: the part of keys without rotary positions, and values.
     found["kv_b"] = LayerLinear(latent.kv_rank, {"kv_b_proj": heads * (latent.plain_dim + latent.value_dim)}, layers)
     return {**found, "o_proj": LayerLinear(config.value_size, {"o_proj": c}, layers)}
 
@@ -176,6 +178,7 @@ def parameter_shapes(config: ModelConfig) -> list[ParameterGroup]:
     matrices = [ParameterGroup(n.shape, n.layers, True, n.parts) for n in layer_linears(config).values()]
     routed = len(config.moe_layers)
     routers = [ParameterGroup(shape, routed, True) for shape in _router_shapes(config)]
+    # `other` has routers too, which are matrices of their own here.
     vector = count_parameters(config).other - sum(rows * c for rows, c in _router_shapes(config)) * routed
     embedding = ParameterGroup((config.vocab_size, config.hidden_size), 1 if config.tie_word_embeddings else 2)
     return [*matrices, *routers, embedding, ParameterGroup((vector,))]

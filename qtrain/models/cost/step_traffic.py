@@ -38,7 +38,9 @@ def between_products(
 ) -> float:
     """Bytes per token of forward and backward, of all layers and the loss."""
     c, element, layers = config.hidden_size, step.element, layer_linears(config)
+    # MLA expands its latent to keys of all query heads: q and k are equally wide.
     qkv = 2 * config.q_size + config.value_size if config.mla else config.qkv_size
+    # 16·C: norms, 2·4·C in each pass; 4·QKV: rotary positions, 2·QKV in each.
     total = float(config.num_hidden_layers * element * (16 * c + 4 * qkv))
     for name, count, _, linear in low_bit.linears(config):
         n = layers[name]

@@ -131,6 +131,7 @@ class TrainedPart:
     def flops(self, flops: Mapping[str, float]) -> dict[str, float]:
         """FLOPs per token by kind, given those of a model in which everything trains."""
         if not self.adapters:
+            # A frozen head has no grad_weight, one of three GEMMs.
             return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
         # output and grad_input, of three GEMMs: there is no grad_weight.
         frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
@@ -138,12 +139,13 @@ class TrainedPart:
         own = sum(
             a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns * (a.active or 1) for a in self.adapters
         )
-        return {**flops, **frozen, "adapters": 6.0 * own}
+        return {**flops, **frozen, "adapters": 6.0 * own}  # 2 FLOPs a multiply-add, three GEMMs
 
 
 def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element: int) -> TrainedPart:
     """A model, `shapes` its parameters, with a frozen embedding, and a frozen head where that is the same matrix."""
     matrix = (config.vocab_size, config.hidden_size)
+    # Embedding and head are one group of count 1 or 2; `hidden` tells linears of the same shape apart.
     rest = [g._replace(count=g.count - (g.shape == matrix and not g.hidden)) for g in shapes]
     return TrainedPart(rest, element, head=not config.tie_word_embeddings)
 
@@ -162,10 +164,10 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
             adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, columns, n.layers))
         for size in rows:
             shapes += [
-                ParameterGroup((lora.r, n.in_features), n.layers, True),
-                ParameterGroup((size, lora.r), n.layers, True),
+                ParameterGroup((lora.r, n.in_features), n.layers, True),  # A [r, K]
+                ParameterGroup((size, lora.r), n.layers, True),  # B [N, r]
             ]
-            shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []
+            shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []  # DoRA: a magnitude per row
     for name, n in experts.items():
         if EXPERT_TARGETS[name.removeprefix("experts.")] in targets:
             rows = (n.out_features,)

@@ -45,6 +45,7 @@ def save_quantized(model: nn.Module, folder: str | Path, format: str) -> dict[st
     for name, linear in linears.items():
         if why := fmt.refusal(*linear.weight.shape):
             raise UserError(f"{FLAG}: {format!r} cannot hold {name}: {why}; use another format.")
+    # A parameter [E, N, K] is a stack of experts.
     if hasattr(model, "config") and any(parameter.ndim == 3 for parameter in model.parameters()):
         raise UserError(
             f"{FLAG}: transformers saves the experts of {type(model).__name__} under other names than it trains; train "
@@ -78,6 +79,7 @@ def _untied(model: nn.Module) -> list[str]:
     """The names of the state dict, without those of a tensor that an earlier name has."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in model.state_dict().items():
+        # Tensors without elements share the address 0, so they are told apart by name.
         first.setdefault((tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,), name)
     return list(first.values())
 
@@ -102,5 +104,6 @@ def _write_config(model: nn.Module, folder: Path, quantization: Mapping[str, Any
         config.save_pretrained(folder)
         if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
             model.generation_config.save_pretrained(folder)
+    # What `save_pretrained` has just written stays in the file.
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     dump_json(path, {**known, "quantization_config": dict(quantization)})
