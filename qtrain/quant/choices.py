@@ -140,6 +140,7 @@ def _refusal(scheme: Scheme, in_features: int, out_features: int, shared: bool, 
 def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
     """Every nn.Linear of a model, each once, with all of its names."""
     found: dict[nn.Linear, list[str]] = {}
+    # With duplicates: the swap must replace a shared module under each of its names.
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
             found.setdefault(module, []).append(name)
@@ -151,6 +152,7 @@ def shared_weights(model: nn.Module) -> set[int]:
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            # Per module, not per name: a tied weight is one parameter of two modules.
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     return {parameter for parameter, count in holders.items() if count > 1}
 
@@ -160,6 +162,7 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
     run in several schemes, their layers are listed."""
     if choices and all(c.reason == NOTHING for c in choices):
         return [f"{len(choices):4d} linears: all left, {NOTHING}"]
+    # With one scheme the plan's header names it already.
     mixed = len({spec_text(c.spec) for c in choices if c.reason is None}) > 1
     groups: dict[tuple[str, str], dict[str, list[LinearChoice]]] = {}
     for c in choices:
@@ -179,10 +182,12 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
 def _layers(linears: list[LinearChoice]) -> str:
     """The numbers in their names, as ranges: " (0, 2-5)"."""
     numbers = [".".join(part for part in c.name.split(".") if part.isdigit()) for c in linears]
+    # Two numbers in a name, of a stage and a block, are no range; "" is a linear outside of layers.
     if not all(number.isdigit() for number in numbers):
         return f" ({', '.join(numbers)})" if all(numbers) else ""
     ranges: list[list[int]] = []
     for number in sorted(map(int, numbers)):
+        # Extends the open range [first, last].
         if ranges and ranges[-1][1] == number - 1:
             ranges[-1][1] = number
         else:

@@ -37,6 +37,7 @@ def why_not_held(trained: OperandFormat, wanted: OperandFormat) -> str | None:
     """Why `wanted` cannot hold codes in the format `trained`; None: it can."""
     ours, theirs = FORMATS[trained.fmt], FORMATS[wanted.fmt]
     integers = not (ours.is_float or theirs.is_float or ours.values or theirs.values)
+    # Integer codes fit a wider integer format; values of floats and lookup tables do not.
     if ours is not theirs and not (integers and theirs.max >= ours.max):
         return f"{trained.fmt} codes, not {wanted.fmt}"
     if trained.scale_dtype != wanted.scale_dtype:
@@ -101,8 +102,9 @@ def take_rows(codes: QuantizedTensor, rows: Rows, wanted: OperandFormat) -> Quan
         left = torch.arange(0, k, across or max(k, 1), device=scale.device)
         scale = scale[first // group[0]][:, left // (group[1] or max(k, 1))]
     shape = scale_shape(wanted.granularity, n, k)
+    # One scale per tensor is repeated to all groups.
     scale = (scale.expand(shape) if scale.numel() == 1 else scale.reshape(shape)).view(wanted.scale_dtype)
-    held = codes.codes[rows.start : rows.stop]
+    held = codes.codes[rows.start : rows.stop]  # [n, K], packed where the format is
     if codes.format.fmt != wanted.fmt:
         held = pack(unpack(held, codes.format.fmt, k), wanted.fmt)
     return QuantizedTensor(held.contiguous(), scale.contiguous(), wanted, codes.tensor_scale)

@@ -75,6 +75,7 @@ class QuantizedModel:
     def amax_rows(self) -> dict[str, Tensor]:
         """Of each linear under delayed scaling, its part of the history, fp32 [2 (x, dy), steps]."""
         names = [name for name, linear in self.by_name().items() if linear.scheme.amax_history]
+        # One row of the history for each delayed linear, in the order of `keep_amax`.
         return {} if self.amax is None else dict(zip(names, self.amax.history, strict=True))
 
     def keep_amax(self) -> None:
@@ -110,6 +111,7 @@ class QuantizedModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state tensors that a checkpoint holds besides the model's; loading them requires `refresh`."""
+        # Codes follow from weights, so the history alone is state.
         return {} if self.amax is None else {"amax_history": self.amax.history}
 
     def mark_fresh(self) -> None:
@@ -147,5 +149,6 @@ class QuantizedModel:
     def assert_fresh(self) -> None:
         """Assert that no weight has changed since its codes were computed."""
         stale = [i for i, linear in enumerate(self.linears) if linear.stale]
+        # `linears` are in the order of the swapped choices.
         names = [choice.name for choice in self.choices if choice.reason is None]
         assert not stale, f"stale codes: {', '.join(names[i] for i in stale[:3])} changed after the last refresh"

@@ -50,6 +50,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
         name: _choose(current[name], linears[name], scheme, id(linears[name].weight) in shared, quantized)
         for name, scheme in schemes.items()
     }
+    # Linears that are in the wanted scheme already keep their codes and history.
     changed = {name: choice for name, choice in chosen.items() if choice.spec != current[name].spec}
     if not changed:
         return
@@ -58,6 +59,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
     histories, numbers = quantized.amax_rows(), quantized.keys[:, 2].tolist()
     quantized.choices = [changed.get(name, choice) for name, choice in current.items()]
     quantized.keys[:, 1].fill_(quantized.step)  # of a model without linears in low bits nobody has set it
+    # Numbers count swapped linears, so a change may renumber those after it.
     now = number_keys(quantized)
     after = {name: linear for name, linear in before.items() if name not in changed}
     for name, choice in changed.items():
@@ -109,6 +111,7 @@ def _plain(linear: nn.Module) -> nn.Linear:
     """A linear in high precision with the parameters of `linear`; itself if it is one."""
     if not isinstance(linear, LowBitLinear):
         return linear
+    # On meta no memory is allocated for weights that are replaced at once.
     with torch.device("meta"):
         if linear.groups is None:
             plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -122,6 +125,7 @@ def _plain(linear: nn.Module) -> nn.Linear:
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever `old` is, also within an adapter."""
     for module in list(model.modules()):
+        # A copy: setattr changes what is iterated over.
         for name, child in list(module.named_children()):
             if child is old:
                 setattr(module, name, new)
@@ -133,6 +137,7 @@ def _keep_histories(quantized: QuantizedModel, histories: Mapping[str, torch.Ten
     for name, own in quantized.amax_rows().items():
         if name in histories:
             steps = min(histories[name].shape[1], quantized.by_name()[name].scheme.amax_history)
+            # [2 (x, dy), steps]; the schemes' histories may differ in length.
             own[:, :steps] = histories[name][:, :steps]
     if quantized.amax is not None:
         quantized.amax.roll()  # nothing has been seen since the last time: it computes scales

@@ -137,6 +137,7 @@ class LowBitScheme(Scheme):
         (row_gemm, i), (column_gemm, j) = READERS[name]
         rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
         if name == "w" and self.one_weight_layout:
+            # `grad_input` sums over N, which is dimension 0 of the codes that `output` reads.
             columns = columns._replace(sum_dim=0)
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
@@ -163,6 +164,7 @@ class LowBitScheme(Scheme):
         """A copy with other values of attributes that need not be fields, which `dataclasses.replace` cannot give."""
         changed = copy.copy(self)
         for name, value in attributes.items():
+            # A frozen dataclass refuses plain assignment.
             object.__setattr__(changed, name, value)
         return changed
 
@@ -172,6 +174,7 @@ class LowBitScheme(Scheme):
 
         Kernels take any shape, but operands that tensor cores cannot read in place are slower than bf16.
         """
+        # Each of N and K is the contiguous dimension of some GEMM's operand, whose rows are read in 16 bytes.
         if device.type != "cpu" and (in_features % 16 or out_features % 16):
             return "8-bit tensor cores take in- and out-features in multiples of 16"
         return lacks_fp8(device) if "fp8" in self.gemm_dtypes().values() else None

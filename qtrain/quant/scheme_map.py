@@ -47,6 +47,7 @@ class SchemeMap(Scheme):
 
     def deciding(self, name: str) -> tuple[str, Scheme] | None:
         """The rule that decides on the linear `name`; None: the default does."""
+        # Reversed: the last rule that matches decides.
         return next((rule for rule in reversed(self.rules) if matches(rule[0], name)), None)
 
     @property
@@ -56,6 +57,7 @@ class SchemeMap(Scheme):
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a glob matches a linear's name, or its kind."""
+    # Equality first: a name may have characters that a glob takes as its own, such as [.
     return name == pattern or fnmatchcase(name, pattern) or fnmatchcase(kind_of(name), pattern)
 
 

@@ -89,6 +89,7 @@ def _codes(
 ) -> tuple[QuantizedTensor, str | None]:
     """A weight in codes of the format, and why they are not those of training."""
     trained = trained_codes(linear)
+    # What `output` multiplies comes first, then what the weight is stored in.
     for codes in trained:
         if (held := take_rows(codes, Rows(0, *linear.weight.shape), fmt.weight)) is not None:
             return held, None

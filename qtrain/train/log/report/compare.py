@@ -201,6 +201,7 @@ def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[
     """(mean difference in nats, its standard error [n]) of a group to the reference; None where they share no point.
 
     curve: "train" or "validation". The error is None of groups of one run each."""
+    # By seed: of runs with equal seeds the last one counts.
     ours = {run.seed: c for run in group.runs if (c := _loss(run, curve)) is not None}
     theirs = {run.seed: c for run in reference.runs if (c := _loss(run, curve)) is not None}
     if not ours or not theirs:
@@ -210,8 +211,9 @@ def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[
     points = _shared_points([*ours.values(), *theirs.values()], mode, curve)
     if not len(points):
         return None
-    own = {seed: np.interp(points, c.x[mode], c.y) for seed, c in ours.items()}
+    own = {seed: np.interp(points, c.x[mode], c.y) for seed, c in ours.items()}  # each [points]
     other = {seed: np.interp(points, c.x[mode], c.y) for seed, c in theirs.items()}
+    # In pairs, what a seed does to both runs cancels.
     if pairs := [own[seed] - other[seed] for seed in own if seed in other]:
         mean, error = _mean_and_error(np.array(pairs))
     else:
@@ -221,7 +223,9 @@ def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[
         )
         mean = mean - base
         both = [e for e in (error, base_error) if e is not None]
+        # Independent errors add in squares; a group of one run has none to add.
         error = np.sqrt(sum(e**2 for e in both)) if both else None
+    # Other x axes, such as hours, are those of the group's first run.
     first = next(iter(ours.values()))
     x = {name: np.interp(points, first.x[mode], column) for name, column in first.x.items()}
     return Curve(x, mean), error
