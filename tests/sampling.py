@@ -5,6 +5,13 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/train/test_spikes.py::test_a_run_that_stops_saves_the_weights_before_the_spike_and_can_pass_over_it": 0,
+    "tests/train/test_loop.py::test_unreadable_data_loses_no_step": 0,
+    "tests/test_mixture_runs.py::test_a_mixture_trains_and_its_log_tells_how_experts_are_used": 0,
+    "tests/test_examples.py::test_stochastic_rounding_adds_up": 0,
+    "tests/test_resume.py::test_a_live_run_is_not_resumed_and_a_killed_one_is": 0,
+    "tests/train/test_tensor_parallel.py::test_loss_gradients_logits_and_text_are_those_of_one_process": 0,
+    "tests/test_quickstart.py::test_the_loss_falls_and_the_log_tells_the_story": 1,
     "tests/test_faults.py::test_a_rank_ends_in_order_while_a_thread_is_in_the_store": 0,
     "tests/train/log/test_send.py::test_wandb_gets_the_run_offline": 0,
     "tests/test_llm_pretrain.py::test_a_dry_run_plans_without_data": 2,
@@ -187,7 +194,7 @@ CASES: dict[str, int] = {
     "tests/test_llm_finetune.py::test_a_killed_and_resumed_run_equals_an_uninterrupted_one": 0,
     "tests/models/native/test_mlp_chunks.py::test_gradients_of_many_chunks_are_added_in_fp32": 0,
     "tests/models/native/test_mlp_chunks.py::test_compiled_halves_serve_all_chunks_of_all_layers": 0,
-    "tests/train/test_offload_runs.py::test_it_is_resumed_with_other_parts_there": 1,
+    "tests/train/test_offload_runs.py::test_it_is_resumed_with_other_parts_there": 0,
     "tests/train/test_offload_runs.py::test_layers_in_chunks_take_their_inputs_and_weights_from_the_host": 0,
     "tests/quant/schemes/test_int8_weight.py::test_compiles_whole": 1,
     "tests/quant/schemes/test_int8_weight.py::test_no_dequantized_weight_is_kept_from_forward_to_backward": 1,
