@@ -47,7 +47,7 @@ def optimizer_function(name: str, shown: str) -> OptimizerFunction:
         return spec.build(_groups(params, weight_decay), lr, seed)
 
     build.__name__ = build.__qualname__ = shown
-    build.__doc__ = f"{(type(OPTIMIZERS.make(name, {}, shown)).__doc__ or '').strip()}. See `OptimizerFunction`."
+    build.__doc__ = f"{(OPTIMIZERS.get(name, shown).__doc__ or '').strip()}. See `OptimizerFunction`."
     return build
 
 

@@ -5,11 +5,13 @@ repeated. A scale per tensor fits formats with a scale per row or per block, and
 Integer codes fit wider integers. Codes never change; where none of this applies, the format's own rule makes new ones.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, pack, scale_shape, unpack
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.quant.linear import LowBitLinear
@@ -108,6 +110,29 @@ def take_rows(codes: QuantizedTensor, rows: Rows, wanted: OperandFormat) -> Quan
     if codes.format.fmt != wanted.fmt:
         held = pack(unpack(held, codes.format.fmt, k), wanted.fmt)
     return QuantizedTensor(held.contiguous(), scale.contiguous(), wanted, codes.tensor_scale)
+
+
+def held_codes(trained: Sequence[QuantizedTensor], rows: Rows, wanted: OperandFormat) -> QuantizedTensor | None:
+    """These rows of the first of `trained_codes` that `wanted` can hold; None where it holds none of them."""
+    # What `output` multiplies comes first, then what the weight is stored in.
+    return next((held for codes in trained if (held := take_rows(codes, rows, wanted)) is not None), None)
+
+
+def why_new(trained: Sequence[QuantizedTensor], wanted: OperandFormat) -> str:
+    """Why an export's codes are not those of training, where `held_codes` finds none."""
+    if not trained:
+        return "trained in high precision"
+    why = why_not_held(trained[0].format, wanted)
+    assert why is not None, "codes that the format holds were not taken"
+    return why
+
+
+def check_ternary(value: Tensor, wanted: OperandFormat, fmt: str, name: str) -> None:
+    """UserError for a value that a ternary format would change. fmt: the flag and its value; name: of the weight."""
+    if wanted.fmt == "ternary" and not is_ternary(value):
+        raise UserError(
+            f"{fmt} holds ternary weights, and {name} has others; train with --quantize bitnet, or use another format."
+        )
 
 
 @torch.no_grad()

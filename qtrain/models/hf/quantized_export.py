@@ -27,12 +27,13 @@ from qtrain.quant.choices import shared_weights
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.export_codes import (
     Rows,
+    check_ternary,
     empty_codes_of,
-    is_ternary,
+    held_codes,
     new_codes,
     take_rows,
     trained_codes,
-    why_not_held,
+    why_new,
 )
 from qtrain.quant.merged_linear import MergedLinear, merged_codes
 from qtrain.tensors.quantized_tensor import QuantizedTensor
@@ -126,17 +127,12 @@ class WeightsInCodes:
         """A matrix in codes; `held` then says whose they are."""
         rows, wanted = Rows(entry.start, entry.start + self.shape(entry)[0], self.shape(entry)[1]), self.fmt.weight
         trained = self._trained(entry.name)
-        for codes in trained:
-            if (held := take_rows(codes, rows, wanted)) is not None:
-                self.held.why_new[entry.hf_name] = None
-                return held
-        self.held.why_new[entry.hf_name] = None if self._merged(entry.name) else self._why_new(trained)
+        if (held := held_codes(trained, rows, wanted)) is not None:
+            self.held.why_new[entry.hf_name] = None
+            return held
+        self.held.why_new[entry.hf_name] = None if self._merged(entry.name) else why_new(trained, wanted)
         if wanted.fmt == "ternary":  # each tensor by itself: those of another model may differ in scale
-            if not is_ternary(self.plain(entry)):
-                raise UserError(
-                    f"{self._name} holds ternary weights, and {entry.hf_name} has others; train with --quantize "
-                    "bitnet, or use another format."
-                )
+            check_ternary(self.plain(entry), wanted, self._name, entry.hf_name)
             return new_codes(self.plain(entry), wanted)
         new = take_rows(self._new(entry.name), rows, wanted)
         assert new is not None, f"{wanted} holds its own codes"
@@ -156,13 +152,6 @@ class WeightsInCodes:
     def _trained_codes(self, name: str) -> list[QuantizedTensor]:
         linear = self._linears[name]
         return trained_codes(linear) if isinstance(linear, LowBitLinear) else []
-
-    def _why_new(self, trained: list[QuantizedTensor]) -> str:
-        if not trained:
-            return "trained in high precision"
-        why = why_not_held(trained[0].format, self.fmt.weight)
-        assert why is not None, "codes that the format holds were not taken"
-        return why
 
 
 def export_quantized(

@@ -5,20 +5,19 @@ tensor of the state dict, whose names are those of transformers' checkpoints whe
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from qtrain.core.errors import UserError
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat
 from qtrain.models.hf.io import MAX_SHARD_BYTES
 from qtrain.models.hf.tensor_files import dump_json, write_tensors
 from qtrain.quant.export import exported_tensors
-from qtrain.quant.export_codes import Rows, new_codes, take_rows, trained_codes, why_not_held
+from qtrain.quant.export_codes import Rows, check_ternary, held_codes, new_codes, trained_codes, why_new
 from qtrain.quant.linear import LowBitLinear
-from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 FLAG = "save_quantized"
 
@@ -58,7 +57,12 @@ def save_quantized(model: nn.Module, folder: str | Path, format: str) -> dict[st
         if linear is None or not name.endswith(".weight"):
             tensors[name] = values[name]()
             continue
-        codes, held[name] = _codes(linear, values[name], fmt)
+        trained, held[name] = trained_codes(linear), None
+        codes = held_codes(trained, Rows(0, *linear.weight.shape), fmt.weight)
+        if codes is None:
+            held[name], value = why_new(trained, fmt.weight), values[name]()
+            check_ternary(value, fmt.weight, f"{FLAG}: {format!r}", name)
+            codes = new_codes(value, fmt.weight)
         columns[name] = linear.weight.shape[1]
         made = fmt.tensors(codes, linear.weight.shape[1])
         tensors |= {f"{name.removesuffix('weight')}{part}": tensor.cpu() for part, tensor in made.items()}
@@ -82,19 +86,6 @@ def _untied(model: nn.Module) -> list[str]:
         # Tensors without elements share the address 0, so they are told apart by name.
         first.setdefault((tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,), name)
     return list(first.values())
-
-
-def _codes(
-    linear: LowBitLinear, value: Callable[[], Tensor], fmt: SafetensorsFormat
-) -> tuple[QuantizedTensor, str | None]:
-    """A weight in codes of the format, and why they are not those of training."""
-    trained = trained_codes(linear)
-    # What `output` multiplies comes first, then what the weight is stored in.
-    for codes in trained:
-        if (held := take_rows(codes, Rows(0, *linear.weight.shape), fmt.weight)) is not None:
-            return held, None
-    why = why_not_held(trained[0].format, fmt.weight) if trained else "trained in high precision"
-    return new_codes(value(), fmt.weight), why
 
 
 def _write_config(model: nn.Module, folder: Path, quantization: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ import torch
 from qtrain.comm.ranks import from_rank_0, rank
 from qtrain.core.errors import first_line
 from qtrain.data.batch import TensorBatch
-from qtrain.quant import reassign
+from qtrain.quant import LinearChoice, LowBitLinear, reassign
 from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
 from qtrain.quant.scheme_map import Spec, scheme_of
 from qtrain.train.health.sample import Row, Sampler
@@ -145,8 +145,11 @@ class HealthMonitor:
             self._log = MetricsLog(self._path)
         moves: dict[str, Spec] = {}
         warnings: list[dict[str, Any]] = []
+        choices = {choice.name: choice for choice in self._quantized.choices}
+        linears = self._quantized.by_name()
         for row in rows:
-            name, judged = row["linear"], self._router(row) if "experts" in row else self._linear(row)
+            name = row["linear"]
+            judged = self._router(row) if "experts" in row else self._linear(row, choices[name], linears[name])
             causes = list(judged.causes)
             self._log.write({"step": step, **_compact(row), **({"over": causes} if causes else {})})
             # One good sample ends the row: a fault counts in consecutive samples.
@@ -172,16 +175,15 @@ class HealthMonitor:
         _say([warning["warning"] for warning in warnings])
         return moves
 
-    def _linear(self, row: Row) -> "_Judged":
+    @staticmethod
+    def _linear(row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
         name = row["linear"]
-        linear = self._quantized.by_name()[name]
         tensors = {tensor: row[tensor] for tensor in ("x", "w", "dy") if tensor in row}
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
             return _Judged()
         scheme, what_if = None, row.get("what_if")
         if what_if:
-            choice = next(choice for choice in self._quantized.choices if choice.name == name)
             scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
 
         def advice(finding: Finding) -> str:

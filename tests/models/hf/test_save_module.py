@@ -79,6 +79,7 @@ def quantized(rows: int = 128) -> nn.Module:
         (quantized, "ct_int9", "unknown export format 'ct_int9'. Did you mean"),
         (quantized, "hf", "'hf' has no codes in safetensors"),
         (quantized, "gguf_q8_0", "'gguf_q8_0' has no codes in safetensors"),
+        (quantized, "bitnet", "'bitnet' holds ternary weights, and 0.weight has others; train with --quantize bitnet"),
         (lambda: nn.Sequential(nn.Linear(8, 8)), "ct_int8", "call qtrain.quantize first"),
         (lambda: quantized(96), "fp8_block", "cannot hold 0: it takes out-features in multiples of 128, not 96"),
     ],
