@@ -5,6 +5,10 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/train/test_schedule_runs.py::test_each_part_is_that_of_its_scheme_alone": 1,
+    "tests/train/test_schedule_runs.py::test_a_run_that_resumes_before_at_and_after_the_change_is_the_same": 1,
+    "tests/train/test_schedule_runs.py::test_two_ranks_change_as_one": 0,
+    "tests/train/test_schedule_runs.py::test_another_schedule_for_a_resumed_run_is_in_force": 0,
     "tests/train/test_spikes.py::test_a_run_that_stops_saves_the_weights_before_the_spike_and_can_pass_over_it": 0,
     "tests/train/test_loop.py::test_unreadable_data_loses_no_step": 0,
     "tests/test_mixture_runs.py::test_a_mixture_trains_and_its_log_tells_how_experts_are_used": 0,

@@ -67,6 +67,13 @@ def _json_names(arguments: list[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _json_list(arguments: list[str]) -> tuple[Any, ...]:
+    value = _json(arguments)
+    if not isinstance(value, list):
+        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON list; write it in brackets.")
+    return tuple(value)
+
+
 JsonDict = Annotated[
     dict[str, Any] | None,
     tyro.constructors.PrimitiveConstructorSpec(
@@ -107,6 +114,18 @@ JsonNames = Annotated[tuple[str, ...], _NAMES]
 """A field that is a JSON list of names, both as a flag and in a recipe."""
 GivenNames = Annotated[tuple[str, ...] | None, _NAMES]
 """The same of a field that may also not be given."""
+
+JsonList = Annotated[
+    tuple[Any, ...] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_json_list,
+        is_instance=lambda value: value is None or isinstance(value, tuple),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""A field that is a JSON list, both as a flag and in a recipe."""
 
 
 def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] | None = None) -> C:

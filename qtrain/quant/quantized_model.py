@@ -48,6 +48,8 @@ class QuantizedModel:
     """Takes the maximum over processes of what delayed scaling has seen, in place; None: one process."""
     assignments: int = 0
     """How often `reassign` has changed the map: what was recorded before launches the kernels of other schemes."""
+    sub_norm: bool = False
+    """Whether the model was built for a scheme with norms of its own."""
     fixed: str = ""
     """Why `reassign` cannot change the map; "": it can."""
     step: int = 0

@@ -98,7 +98,7 @@ def _choose(
         why = reason_to_leave(_plain(linear), current, scheme, REASON, True, 0)
         choice = decide(current, scheme, shared, linear.weight.device)
         why = why or choice.reason
-        if scheme.sub_norm and not any(c.scheme and c.scheme.sub_norm for c in quantized.choices):
+        if scheme.sub_norm and not quantized.sub_norm:
             why = 'the model lacks its norms; give it "sub_norm":false'
     if current.stored or choice.stored:
         why = "weights stored in low bits are parameters of another kind, which a model has from its build on"

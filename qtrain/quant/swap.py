@@ -65,6 +65,7 @@ def quantize_linears(
     keys = torch.tensor([[seed, 0, 0]] * len(choices), dtype=torch.int64, device=device).view(-1, 3)
     own_keys = key_views(keys, choices)
     quantized = QuantizedModel(choices, [], keys, own_keys, shared=shared, one_weight_layout=one_weight_layout)
+    quantized.sub_norm = scheme.root.sub_norm
     number_keys(quantized)
     if realize:
         swapped_weights = {id(linear.weight) for linear, c in zip(linears, choices, strict=True) if c.reason is None}

@@ -25,6 +25,7 @@ from qtrain.data.stream import SKIPPED
 from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
+from qtrain.quant.reassign import reassign
 from qtrain.quant.scheme_map import spec_text
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.device_metrics import device_metrics, joules_of_all
@@ -36,6 +37,7 @@ from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.linears import describe_low_bits
 from qtrain.train.plan.out_of_memory import out_of_memory
+from qtrain.train.plan.phases import phase_at
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import TIME_UP, StopSignals
@@ -104,8 +106,8 @@ class Training:
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.sensors = GpuSensors(run.device)
-        skip_steps = 2 if graphs is None else WARM_UP + 2
-        self.throughput = Throughput(run.device, skip_steps, self.sensors.joules)
+        self._skip_steps = 2 if graphs is None else WARM_UP + 2
+        self.throughput = Throughput(run.device, self._skip_steps, self.sensors.joules)
         self._save_ended = False
         # Where one scheme is for all linears, the map is no news.
         self._told = run.quantized.assignments - bool(settings.quantize_overrides)
@@ -203,6 +205,7 @@ class Training:
 
     def _step(self, status: StatusLine, stop: StopSignals) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
+        self._enter_phase()
         batches, positions = zip(*self._next_batches(), strict=True)
         self.health.before_step(batches, state.step + 1)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
@@ -258,6 +261,16 @@ class Training:
             log.info("wire    %s", self._wire_line())
         if spike is not None or state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
+
+    def _enter_phase(self) -> None:
+        """Change to the schemes that --quantize_schedule has from the next step on."""
+        run, phases = self.run, self.plan.phases
+        if not phases or (number := phase_at(phases, run.state.step)) == run.state.phase:
+            return
+        reassign(run.model, run.quantized, phases[number].schemes)
+        run.state.phase = number
+        # The first steps in other schemes compile and are recorded anew.
+        self.throughput.skip(self._skip_steps)
 
     def _answer(self, spike: Spike, gradients: Gradients, position: dict[str, Any]) -> bool:
         """What --on_spike does before the update. position: in the data, after the batch. Returns whether the run has
@@ -336,7 +349,8 @@ class Training:
         unit = self.plan.unit
         speed: dict[str, float | None] = {unit.rate: None, "sol": None, "mfu": None, "data_wait": None}
         if rate is not None:
-            speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
+            reached = self.plan.at(state.phase).efficiency(rate.tok_s)
+            speed = {unit.rate: rate.tok_s, **reached, "data_wait": rate.data_wait}
             if self.run.device.type == "cuda" and self.run.parallel.mesh.world > 1:
                 rate = replace(rate, joules_token=joules_of_all(rate.joules_token, self.run.device))
         device = device_metrics(self.sensors, gpu, rate, unit)

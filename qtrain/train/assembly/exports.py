@@ -25,7 +25,8 @@ def check_run_exports(prepared: Prepared) -> None:
     """UserError for a format that cannot hold the weights that the run will have."""
     if prepared.settings.export:
         formats = read_formats(prepared.settings.export_format, FLAG)
-        check_exports(prepared.architecture.empty, prepared.linears, formats, FLAG)
+        last = prepared.plan.phases[-1].linears if prepared.plan.phases else prepared.linears
+        check_exports(prepared.architecture.empty, last, formats, FLAG)
     if prepared.settings.push_to_hub is not None and not prepared.settings.dry_run:
         check_pushes(prepared.settings.push_to_hub, prepared.settings.export_format)
 

@@ -15,6 +15,7 @@ from qtrain.core.hardware import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
 from qtrain.quant import LinearChoice, describe_choices
+from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.fit import advice, fit, flags_within
@@ -27,6 +28,7 @@ from qtrain.train.plan.linears import (
     resumed_map,
     warn_high_precision,
 )
+from qtrain.train.plan.phases import describe_phases, plan_of_phases
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
@@ -65,7 +67,8 @@ def prepare(
     )
     checked, linears = _resolved(checked, architecture)
     hardware = planned_hardware(checked.settings, checked.device)
-    planned = functools.partial(_planned, architecture, linears, hardware, data, trained)
+    phases = _linears_of_phases(checked, architecture)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, data, trained)
     checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
         within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed).plan)
@@ -73,19 +76,22 @@ def prepare(
         found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
         plan = dataclasses.replace(plan, advice=found, within=within)
     plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
+    told = list(plan.phases[-1].linears) if plan.phases else linears  # of a schedule the last
     lines = [
-        describe_low_bits(linears, plan.linear_rows),
+        describe_low_bits(told, plan.linear_rows),
         *plan.lines(),
+        *describe_phases(plan.phases),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
         *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy else []),
         *checked.notes,
         *auto_lines,
         "linears",
-        *describe_choices(linears),
+        *describe_choices(told),
     ]
     lines += architecture.notes(linears)
-    lines += warn_high_precision(linears, checked.scheme, checked.dtype, plan.linear_rows)
+    if not plan.phases:
+        lines += warn_high_precision(linears, checked.scheme, checked.dtype, plan.linear_rows)
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
@@ -97,12 +103,23 @@ def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[Che
     model, left = architecture.empty, architecture.left_linears(checked.scheme)
     planned = functools.partial(plan_linears, model, head=architecture.head(model), device=checked.device, left=left)
     linears = planned(checked.scheme, checked.settings)
-    check_overrides(linears, checked.scheme)
-    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+    if not checked.phases:
+        check_overrides(linears, checked.scheme)
+        refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     resumed = resumed_map(checked, linears)
     if resumed is not checked:
         linears = planned(resumed.scheme, resumed.settings)
     return resumed, linears
+
+
+def _linears_of_phases(checked: CheckedSettings, architecture: Architecture) -> list[list[LinearChoice]]:
+    """What each phase of --quantize_schedule does to the linears. UserError for one that asks for what none can do."""
+    return [_resolved(_alone(checked, phase), architecture)[1] for phase in checked.phases]
+
+
+def _alone(checked: CheckedSettings, phase: Phase) -> CheckedSettings:
+    """A phase as the whole of a run, which resumes from nothing: its map is that of the settings."""
+    return dataclasses.replace(checked.at(phase), folder=dataclasses.replace(checked.folder, resumed_from=None))
 
 
 class _Planned(NamedTuple):
@@ -114,19 +131,29 @@ class _Planned(NamedTuple):
 
 def _planned(
     architecture: Architecture,
-    linears: Sequence[LinearChoice],
+    linears: Sequence[Sequence[LinearChoice]],
     hardware: Hardware,
     data: Sequence[str],
     trained: TrainedPart | None,
     checked: CheckedSettings,
 ) -> _Planned:
-    """The plan, with full sharding where --reshard_after_forward asks for it."""
+    """The plan, with full sharding where --reshard_after_forward asks for it. linears: of each phase of
+    --quantize_schedule; without, of the run."""
+
+    def plan_of(checked: CheckedSettings) -> Plan:
+        if not checked.phases:
+            return architecture.plan(checked, linears[0], hardware, data, trained)
+        # With the scheme that the model is built for: norms that come with a later one are there from the first step.
+        alone = [dataclasses.replace(checked.at(phase), scheme=checked.scheme) for phase in checked.phases]
+        plans = [architecture.plan(one, own, hardware, data, trained) for one, own in zip(alone, linears, strict=True)]
+        return plan_of_phases(checked.phases, linears, plans, checked.settings.n_steps)
+
     checked = dataclasses.replace(checked, reshards=False)
-    plan = architecture.plan(checked, linears, hardware, data, trained)
+    plan = plan_of(checked)
     model = architecture.empty
     if reshards(checked, plan.memory_taken, hardware.memory_bytes, model, architecture.blocks(model)):
         checked = dataclasses.replace(checked, reshards=True)
-        plan = architecture.plan(checked, linears, hardware, data, trained)
+        plan = plan_of(checked)
     return _Planned(checked, plan)
 
 
@@ -144,7 +171,8 @@ def fit_memory(
     hardware = planned_hardware(settings, checked.device)
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
-    planned = functools.partial(_planned, architecture, linears, hardware, (), trained)
+    phases = _linears_of_phases(checked, architecture)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, (), trained)
     checked, lines = fit(checked, lambda changed: planned(changed).plan)
     return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 

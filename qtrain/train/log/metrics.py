@@ -165,6 +165,13 @@ class Throughput:
             self._energy.begin()
         self.clock = StepClock(device)
 
+    def skip(self, steps: int) -> None:
+        """Do not count the next steps either: what they run is compiled anew."""
+        self._count_time()
+        if not self._to_skip:
+            self._energy.end()
+        self._to_skip = max(self._to_skip, steps)
+
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -14,8 +14,10 @@ from qtrain.core.errors import UserError
 from qtrain.optim import LRSchedule, OptimizerSpec
 from qtrain.parallel.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.quant import Scheme
+from qtrain.quant.scheme_map import with_overrides
+from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions
+from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions, of_phase
 from qtrain.train.settings.machine import (
     check_plan_flags,
     check_planned_scheme,
@@ -51,6 +53,14 @@ class CheckedSettings:
     """What is in host memory, by the names of --offload."""
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
+    phases: tuple[Phase, ...] = ()
+    """Of --quantize_schedule; none without. `scheme` is what the model is built with."""
+
+    def at(self, phase: Phase) -> "CheckedSettings":
+        """The settings with the scheme of a phase as that of the whole run."""
+        settings = of_phase(self.settings, phase)
+        scheme = with_overrides(settings.quantize_overrides, phase.scheme)
+        return dataclasses.replace(self, settings=settings, scheme=scheme, phases=())
 
 
 def count_steps(checked: CheckedSettings, by_epochs: int, default: int = 0) -> CheckedSettings:
@@ -106,6 +116,10 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     geometry, scheme, optimizer, schedule = options.geometry, options.scheme, options.optimizer, options.schedule
     notes = check_exclusions(options)
     check_planned_scheme(settings, scheme)
+    for phase in options.phases:  # each as if it were the scheme of the whole run
+        alone = Options(of_phase(settings, phase), script)
+        check_exclusions(alone)
+        check_planned_scheme(alone.settings, alone.scheme)
     check_trackers(settings.trackers)
     # Every process refuses its own mistakes before it joins; from here on they talk to each other.
     join_world(device, settings.rank_timeout)
@@ -131,4 +145,5 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         mesh=mesh,
         offload=offload,
         notes=notes,
+        phases=options.phases,
     )

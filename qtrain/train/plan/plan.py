@@ -9,6 +9,8 @@ from qtrain.kernels.autotune import check_environment
 from qtrain.models.cost.memory import Peak
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
+from qtrain.quant.scheme import SCHEMES, Scheme
+from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -29,6 +31,24 @@ from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """What linears run in from a step on."""
+
+    phase: Phase
+    first_step: int
+    """Optimizer steps before it."""
+    linears: tuple[LinearChoice, ...]
+    plan: "Plan"
+    """As if it were the whole run."""
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """The scheme of every linear, for `reassign`."""
+        bf16 = SCHEMES.make("bf16", {}, "--quantize_schedule")
+        return {linear.name: linear.assigned or bf16 for linear in self.linears}
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,12 @@ class Plan:
     """With --world_size."""
     linear_rows: Mapping[str, float] | None = None
     """Rows of the input of each linear, by its name; None: the same for all."""
+    phases: tuple[PlannedPhase, ...] = ()
+    """Of --quantize_schedule; none without."""
+
+    def at(self, phase: int) -> "Plan":
+        """The plan of a phase; without phases, of the run."""
+        return self.phases[phase].plan if self.phases else self
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
         """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""

@@ -22,6 +22,7 @@ from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.scheme_map import SchemeMap, with_overrides
+from qtrain.quant.scheme_schedule import Phase, built_scheme, read_phases
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.schemes.frozen_base import keeps_codes
 from qtrain.quant.weight_codes import has_two_layouts
@@ -64,8 +65,16 @@ class Options:
         settings = self.settings
         if isinstance(self.base_scheme, SchemeMap):
             return self.base_scheme
+        if self.phases and self.base_scheme is None:
+            return built_scheme(self.phases, settings.quantize_overrides)
         default = self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
         return with_overrides(settings.quantize_overrides, default)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of --quantize_schedule; none without."""
+        given = self.settings.quantize_schedule
+        return () if given is None else read_phases(given)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -116,6 +125,13 @@ class Options:
     def key(self, name: str, key: str) -> Any:
         """The value of a key in a flag's JSON object; None where it is not given."""
         return (self.get(name) or {}).get(key)
+
+
+def of_phase(settings: TrainSettings, phase: Phase) -> TrainSettings:
+    """The settings with the scheme of a phase of --quantize_schedule as that of the whole run."""
+    options = {"scheme": phase.spec} if isinstance(phase.spec, str) else dict(phase.spec)
+    name = options.pop("scheme")
+    return dataclasses.replace(settings, quantize_schedule=None, quantize=name, quantize_kwargs=options or None)
 
 
 @dataclass(frozen=True)
@@ -364,6 +380,14 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize_overrides", "--lora dora", lambda o: o.lora and o.lora.dora and _quantizes_by_name(o),
         "low-bit schemes do not go with DoRA, which needs the norms of the multiplied weights",
         "; take all but \"bf16\" and stored weights out"),
+    Exclusion("--quantize", "--quantize_schedule",
+        lambda o: o.settings.quantize_schedule is not None and (o.has("quantize") or o.has("quantize_kwargs")),
+        "'{quantize}' and --quantize_schedule both say which scheme linears run in", "; leave one of them out"),
+    Exclusion("--quantize_schedule", "--lora base",
+        lambda o: o.has("quantize_schedule") and o.lora and o.lora.base not in ("none", "dense"),
+        "the products of a base in low bits do not change", '; give --lora "base":"dense"'),
+    Exclusion("--quantize_schedule", KEPT, lambda o: o.has("quantize_schedule") and keeps_codes(o.scheme),
+        "the frozen base keeps the codes of --model, whose products do not change", f"{OTHER_BASE}, or leave it out"),
     Exclusion("--quantize_kwargs", "--lora base",
         lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range
-from qtrain.core.config import GivenNames, JsonDict, JsonNames
+from qtrain.core.config import GivenNames, JsonDict, JsonList, JsonNames
 from qtrain.core.errors import UserError
 from qtrain.train.settings.evaluation import EvaluationSettings
 
@@ -34,7 +34,8 @@ class TrainSettings:
         "router_balance_loss router_z_loss router_bias_rate ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
-        "quantization": "quantize quantize_kwargs quantize_overrides quantize_lm_head quantize_min_size",
+        "quantization": "quantize quantize_kwargs quantize_overrides quantize_schedule quantize_lm_head "
+        "quantize_min_size",
         "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm on_spike spike_threshold optimizer_in_backward",
         "schedule": "n_epochs n_steps max_hours early_stopping lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images final_eval sample_prompts "
@@ -95,6 +96,9 @@ class TrainSettings:
     quantize_overrides: JsonDict = None
     """Other schemes for some linear layers as a JSON object of globs over their names, as the plan lists them, the last
     that matches wins: {"*.down_proj":"fp8_rowwise","layers.0.*":"bf16","lm_head":{"scheme":"int8","output":"bf16"}}."""
+    quantize_schedule: JsonList = None
+    """Schemes over time in place of --quantize, a JSON list of [when, scheme], when a share of the steps below 1 or a
+    number of steps, the scheme as in --quantize_overrides: [[0,"bf16"],[0.2,"bitnet"]]."""
     quantize_lm_head: bool = False
     """Quantize the output head too, not only the linear layers below it."""
     quantize_min_size: CountOrZero = 0

@@ -34,7 +34,7 @@ from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damage
 from qtrain.train.state.checkpoint_files import complete_checkpoints, incomplete_checkpoints
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.fingerprints import check_files, check_frozen, files_entry, fingerprint
-from qtrain.train.state.recorded_map import changed_schemes, recorded_map
+from qtrain.train.state.recorded_map import changed_schemes, made_from, recorded_map
 from qtrain.train.state.run_folder import (
     RunFolder,
     changed_settings,
@@ -231,6 +231,8 @@ class Run:
         state = TrainState.from_meta(meta["state"])
         # An older checkpoint than the one that the run was planned with may have another map.
         changed = changed_schemes(meta.get("schemes"), self.settings, self.quantized.schemes)
+        if not made_from(meta.get("schemes"), self.settings):
+            state.phase = 0  # of another --quantize_schedule: the model was built as this one begins
         reassign(self.model, self.quantized, {name: scheme_of(spec, "--resume") for name, spec in changed.items()})
         if state.step > self.settings.n_steps:
             raise UserError(

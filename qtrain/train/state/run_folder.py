@@ -138,7 +138,8 @@ NOT_COMPARED = ("resume", "runs_dir", "dry_run", "max_hours", "gpus", "dp_replic
 
 _SHAPING = frozenset(
     {"model", "model_impl", "model_kwargs", "pretrained", "lora", "freeze_embedding_layer", "dtype", "optim"}
-    | {"quantize", "quantize_kwargs", "quantize_overrides", "quantize_lm_head", "quantize_min_size"}
+    | {"quantize", "quantize_kwargs", "quantize_overrides", "quantize_schedule", "quantize_lm_head"}
+    | {"quantize_min_size"}
     | {"ema_decay", "optim_kwargs"}
 )
 

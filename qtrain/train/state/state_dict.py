@@ -28,9 +28,10 @@ _KINDS = {
     "best_eval_loss": float | None,
     "best_step": Annotated[int, Range(0)] | None,
     "evals_since_best": Annotated[int, Range(0)],
+    "phase": Annotated[int, Range(0)],
     "run_id": str,
 }
-_ADDED = {"best_step", "evals_since_best"}
+_ADDED = {"best_step", "evals_since_best", "phase"}
 """Fields that checkpoints of earlier versions lack."""
 
 
@@ -50,6 +51,8 @@ class TrainState:
     """The step of that evaluation."""
     evals_since_best: int = 0
     """Evaluations after it."""
+    phase: int = 0
+    """Of --quantize_schedule, which linears run in."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def as_meta(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ PRETRAIN, FINETUNE = llm_pretrain.PretrainSettings, llm_finetune.FinetuneSetting
 TEXT = {"type": "text", "paths": "x", "tokenizer": "byte"}
 BF16 = dict.fromkeys(("output", "grad_input", "grad_weight"), "bf16")
 DECAYLESS = {"decay": 0}
+SCHEDULE = ([0, "bf16"], [0.5, "int8"])
 
 LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
 MERGED = {"merge_format": "fp8_block"}
@@ -174,6 +175,21 @@ CASES = {
         FINETUNE,
         {"lora": {"dora": True}, "quantize_overrides": {"*": "bf16", "*.qkv": "int8"}},
         {"quantize_overrides": {"*": "bf16", "*.qkv": "int8_weight"}},
+    ),
+    ("--quantize", "--quantize_schedule"): (
+        PRETRAIN,
+        {"quantize": "int8", "quantize_schedule": SCHEDULE},
+        {"quantize_schedule": None},
+    ),
+    ("--quantize_schedule", "--lora base"): (
+        FINETUNE,
+        {"lora": {"base": "nf4"}, "quantize_schedule": SCHEDULE},
+        {"lora": LORA},
+    ),
+    ("--quantize_schedule", KEPT): (
+        FINETUNE,
+        {"lora": LORA, "quantize_schedule": SCHEDULE},
+        {"quantize_schedule": None},
     ),
     ("--quantize_kwargs", "--lora base"): (
         FINETUNE,
@@ -404,7 +420,7 @@ def test_what_excludes_what(row):
         assert check_exclusions(options, [row]) == (f"note    {message}",)
     assert not row.applies(Options(cls(**{**settings, **one}), script, base))
     # Without the kept codes --quantize reads its own options.
-    without = replace(options.settings, quantize_kwargs=None)
+    without = replace(options.settings, quantize_kwargs=None, quantize_schedule=None)
     assert base is None or not row.applies(Options(without, script))
 
 
