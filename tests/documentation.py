@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from qtrain.commands import COMMANDS
 from qtrain.core import config
 from qtrain.data.images.images import IMAGE_SETS
 from qtrain.data.stream import DATASETS
@@ -30,7 +29,7 @@ MEASURED = re.compile(r"<!-- results: .*?<!-- end -->", re.DOTALL)
 """Records of what was run, which need not be what is run today."""
 SCRIPTS = ("llm_pretrain", "llm_finetune", "timm_finetune", "tokenize_data", "benchmark_mm")
 ELSEWHERE = {"vllm", "llama-server", "hf", "ssh", "source", "pre-commit", "echo"}
-"""Programs of other projects."""
+"""Programs of other projects, and of the shell."""
 
 
 def load_reference() -> Any:
@@ -72,6 +71,7 @@ class Command:
     @property
     def words(self) -> list[str]:
         words = shlex.split(self.line, comments=True)
+        words = words[: words.index(">")] if ">" in words else words
         return words[1:] if words[0] == "srun" else words
 
     @property
@@ -81,6 +81,11 @@ class Command:
     def module(self) -> tuple[str, list[str]] | None:
         """The module of this repository that it starts, such as llm_pretrain, and its arguments."""
         words = self.words
+        installed = words[0].removeprefix("qtrain-").replace("-", "_")
+        if "--completion" in words:  # prints and exits
+            return None
+        if installed in SCRIPTS:
+            return installed, words[1:]
         if words[0] == "torchrun" or words[1:3] == ["-m", "torch.distributed.run"]:
             words = ["python", *launched(words)[1]]
         if Path(words[0]).name != "python":
@@ -151,7 +156,3 @@ def check_objects(settings: Any) -> None:
         for spec in [given] if "type" in given else given.values():
             if "..." not in spec:
                 kinds.make_typed(spec, f"--{flag}")
-
-
-def is_command_of_qtrain(name: str) -> bool:
-    return name.removeprefix("qtrain.commands.") in COMMANDS

@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import tomllib
+import typing
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import yaml
 import llm_pretrain
 from qtrain import optim
 from qtrain.core.errors import UserError
+from qtrain.core.flags import Shell
 from qtrain.models import EXPORT_FORMATS
 from qtrain.models.hf.formats.table import exports_table
 from qtrain.train.plan.checked_settings import check_settings
@@ -39,7 +41,7 @@ OURS = [command for command in COMMANDS.values() if command.module()]
 LAUNCHED = [command for command in OURS if command.words[0] == "torchrun"]
 OTHERS = [command for command in COMMANDS.values() if not command.module()]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REFERENCE = load_reference()
 
 
@@ -60,12 +62,15 @@ def test_another_command_names_what_is_there(command):
     first, *rest = command.words
     if first == "make":
         assert set(rest) <= TARGETS
+    elif first in PROJECT["scripts"]:
+        assert rest[0] == "--completion" and rest[1] in typing.get_args(Shell)
     elif "pytest" in rest:
         assert (ROOT / rest[rest.index("pytest") + 1].partition("::")[0]).exists()
     elif first == "pip":
         assert (
             rest[0] == "install"
-            and set(re.findall(r"\w+", "".join(re.findall(r"\.\[(.*)\]", rest[-1])))) <= EXTRAS.keys()
+            and set(re.findall(r"\w+", "".join(re.findall(r"\.\[(.*)\]", rest[-1]))))
+            <= PROJECT["optional-dependencies"].keys()
         )
     elif first.endswith("python"):
         assert (ROOT / rest[0]).exists() or rest[0] in ("-m", "-c"), command.line
