@@ -6,7 +6,7 @@ BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: setup quickstart test test-full lint gpu-test compile-oldest clean
+.PHONY: setup quickstart test test-full lint docs gpu-test compile-oldest clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,11 @@ lint: setup
 test: lint
 	$(PY) -m pytest --numprocesses auto
 
+# The documentation as a site in site/, which asks no other host for anything. A warning is an error.
+docs: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target .docs -r requirements-docs.txt
+	PYTHONPATH=$(CURDIR)/.docs NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # Every case of the slow sweeps too, of which `make test` runs a sample.
 test-full: lint
 	QTRAIN_FULL_SWEEP=1 $(PY) -m pytest --numprocesses auto
@@ -43,4 +48,4 @@ compile-oldest: setup
 	PYTHONPATH=.triton:. $(PY) -m tests.kernels.compile_kernels 90
 
 clean:
-	rm -rf $(VENV) .triton runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) .triton .docs site runs .pytest_cache .ruff_cache

@@ -145,6 +145,7 @@ CASES: dict[str, int] = {
     "tests/test_bad_input.py::test_a_mistake_is_one_short_line_and_changes_nothing": 40,
     "tests/test_llm_finetune.py::test_a_mistake_is_one_short_line_and_changes_nothing": 13,
     "tests/test_from_other_tools.py::test_ours_parses": 15,
+    "tests/test_documented_runs.py::test_a_command_runs": 3,
     "tests/test_docs.py::test_the_table_is_what_its_command_prints": 0,
     "tests/models/cost/test_memory.py::test_compiled_layers_keep_what_the_table_says_of_each_kind": 0,
     "tests/models/cost/test_memory.py::test_compiled_layers_keep_gate_up_in_8_bits": 0,

@@ -1,4 +1,4 @@
-"""What is stated in more than one file of the project is the same in all: versions, tools, Pythons, links."""
+"""What is stated in more than one file of the project is the same in all: versions, tools, Pythons."""
 
 import re
 import tomllib
@@ -11,7 +11,6 @@ from tests.system import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/supported.md"]
 
 
 def pins(text: str) -> dict[str, str]:
@@ -57,17 +56,3 @@ def test_what_a_workflow_starts_exists(path):
     text = path.read_text()
     assert set(re.findall(r"\bmake ([\w-]+)", text)) <= targets
     assert all((ROOT / name).exists() for name in re.findall(r"\b(?:tests|docs)/[\w/.]+", text))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_and_files_of_a_page_exist(page):
-    text, folder = (ROOT / page).read_text(), (ROOT / page).parent
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
-        file, _, anchor = link.partition("#")
-        target = (folder / file).read_text()
-        headings = [
-            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)", target, re.M)
-        ]
-        assert not anchor or anchor in headings, link
-    for named in re.findall(r"`((?:tests|docs|qtrain|configs|examples)/[\w/.*]+)`", text):
-        assert list(ROOT.glob(named)), named

@@ -57,7 +57,7 @@ def parse_flags(cls: type, argv: Sequence[str], prog: str, defaults: Mapping[str
     """The values of the flags by name. Exits as tyro does after `--help`, and after writing on stderr what is wrong.
 
     defaults: by name, in place of those of `cls`. answers: which fields of `Answers` this command has."""
-    groups = _groups(cls)
+    groups = flag_groups(cls)
     given = _cli(cls, groups, argv, prog, defaults, answers)
     return {name: getattr(getattr(given, _field(i)), name) for i, names in enumerate(groups.values()) for name in names}
 
@@ -66,11 +66,11 @@ def completion_script(cls: type, shell: str, command: str, answers: Sequence[str
     """A script for `shell` that completes the flags of `command`, the name of a script or of a console command."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        _cli(cls, _groups(cls), ["--tyro-print-completion", shell], command, {}, answers)
+        _cli(cls, flag_groups(cls), ["--tyro-print-completion", shell], command, {}, answers)
     return said.getvalue() + (PYTHON_SCRIPTS if shell == "bash" and command.endswith(".py") else "")
 
 
-def _groups(cls: type) -> dict[str, list[str]]:
+def flag_groups(cls: type) -> dict[str, list[str]]:
     """Names of fields by the title of their group, in the order of the table; without a table one group."""
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     table = getattr(cls, "HELP_GROUPS", {"": " ".join(names)})

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.picture import PICTURE, drawn, memory, speed
 from benchmarks.results import RESULTS, ROOT, rendered, section_of
 from qtrain.bench.tables import Cell, Table, write_json
 
@@ -35,3 +36,12 @@ def test_a_benchmarks_json_is_a_result(tmp_path):
     section = section_of(json.loads((tmp_path / "x.json").read_text()))
     assert table.markdown() in section
     assert "a GPU, torch 2.11, 20" in section and "`bench.py --x 'a b'`" in section
+
+
+def test_the_picture_is_drawn_from_the_results():
+    assert PICTURE.read_text() == drawn(), "run python -m benchmarks.picture"
+    assert PICTURE.stat().st_size < 200_000
+    bars = [*speed(), *memory()]
+    assert {bar.ours for bar in bars} == {True, False} and all(bar.value > 0 for bar in bars)
+    seven = {bar.label: bar.value for bar in speed()}
+    assert seven["7B qtrain int8"] == 21_600 / 11_700  # of the table, written down a second time

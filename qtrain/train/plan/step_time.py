@@ -122,7 +122,7 @@ BANDWIDTH_REACHED = 0.88
 
 ATTENTION_RATE = 0.54
 """Of the dense bf16 peak, what attention reaches over forward and backward: such that a step with adapters over one
-sequence of 131,072 tokens takes what it was measured to (docs/memory.md); attention is three quarters of it."""
+sequence of 131,072 tokens takes what it was measured to (docs/measured_memory.md), of which attention is 3/4."""
 ATTENTION_BACKWARD = 2.5
 """Products of its backward pass over those of its forward pass: it computes q·kᵀ again."""
 

@@ -1,7 +1,7 @@
 """What excludes what: one table of options that contradict each other, or that have no effect with others.
 
 A row that contradicts the rest of the command line is refused, before anything is allocated. One that only lacks
-something here, such as the GPU that a recipe was written for, is answered by a line of the plan. `docs/options.md` has
+something here, such as the GPU that a recipe was written for, is answered by a line of the plan. The documentation has
 the table, as `exclusions_table` writes it. What depends on a model's numbers, such as whether --tp divides its heads,
 is checked where its config has been read.
 """

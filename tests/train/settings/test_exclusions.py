@@ -12,9 +12,8 @@ from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
 from qtrain.quant.schemes.frozen_base import Fp8BlockBase
 from qtrain.train.plan.checked_settings import check_settings
-from qtrain.train.settings.exclusions import EXCLUSIONS, KEPT, Options, check_exclusions, exclusions_table
+from qtrain.train.settings.exclusions import EXCLUSIONS, KEPT, Options, check_exclusions
 from qtrain.train.settings.settings import VisionSettings
-from tests.system import ROOT
 
 PRETRAIN, FINETUNE = llm_pretrain.PretrainSettings, llm_finetune.FinetuneSettings
 TEXT = {"type": "text", "paths": "x", "tokenizer": "byte"}
@@ -422,11 +421,6 @@ def test_what_excludes_what(row):
     # Without the kept codes --quantize reads its own options.
     without = replace(options.settings, quantize_kwargs=None, quantize_schedule=None)
     assert base is None or not row.applies(Options(without, script))
-
-
-def test_the_documentation_has_the_table():
-    text = (ROOT / "docs/options.md").read_text()
-    assert text[text.index("| option |") :] == exclusions_table()
 
 
 @pytest.mark.parametrize("cls", [PRETRAIN, FINETUNE, VisionSettings])
