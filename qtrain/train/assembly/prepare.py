@@ -135,8 +135,8 @@ def fit_memory(
 ) -> CheckedSettings:
     """With --fit auto: the settings that it chooses, which the plan's notes tell; else `checked` itself. UserError
     where nothing fits."""
-    settings = checked.settings
-    starts_ranks = settings.gpus > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
+    settings = checked.language
+    starts_ranks = settings.gpu_count > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
     if settings.fit == "off" or starts_ranks:
         return checked
     asked = checked.scheme
