@@ -95,10 +95,10 @@ def train(settings: FinetuneSettings) -> None:
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
-    checked, settings = text.checked, text.settings
+    checked, settings = text.checked, text.checked.settings_as(FinetuneSettings)
     evaluated = text.evaluation()
     if not settings.dry_run:
-        launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
+        launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
     check_run_exports(prepared)
     print(prepared.text, flush=True)
@@ -125,7 +125,7 @@ def train(settings: FinetuneSettings) -> None:
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
-    forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
+    forward = language_forward(model, text.document_end)
     evaluation = LanguageEvaluation(model, forward, evaluated, settings, settings.seed)
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------

@@ -52,22 +52,25 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.step.step import export_weights
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
+    train_ds = RESISC45 if settings.train_ds is None else settings.train_ds
     if settings.train_ds is None:
         eval_ds = settings.eval_ds or {**RESISC45, "split": "validation"}
-        settings = dataclasses.replace(settings, train_ds=RESISC45, eval_ds=eval_ds)
+        settings = dataclasses.replace(settings, train_ds=train_ds, eval_ds=eval_ds)
     checked = check_settings(settings, SCRIPT)
     micro_batch_size = checked.geometry.micro_batch_size
     augmentation = make_augmentation(settings.augment)
     if augmentation.mixes and micro_batch_size % 2:
         raise UserError(f"--augment: mixup and cutmix need even micro-batches, not {micro_batch_size}.")
     name = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
-    images = open_images(settings.train_ds, "--train_ds")
+    images = open_images(train_ds, "--train_ds")
     eval_images = None if settings.eval_ds is None else open_images(settings.eval_ds, "--eval_ds")
     if eval_images is not None:
         check_same_classes(images, eval_images, "--eval_ds")
     per_epoch = steps_per_epoch(settings, images)
     checked = count_steps(checked, settings.n_epochs * per_epoch, per_epoch)
-    settings = dataclasses.replace(checked.settings, eval_interval=settings.eval_interval or per_epoch)
+    settings = dataclasses.replace(
+        checked.settings_as(VisionSettings), eval_interval=settings.eval_interval or per_epoch
+    )
     checked = dataclasses.replace(checked, settings=settings)
     architecture = VisionArchitecture(name, settings.model_kwargs or {}, len(images.classes))
     image = architecture.image
@@ -77,9 +80,9 @@ def train(settings: VisionSettings) -> None:
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     images.read(0)
     if not settings.dry_run:
-        launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
-    prepared = prepare(checked, architecture, describe_images(images, eval_images, checked.settings))
-    settings = prepared.settings
+        launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
+    prepared = prepare(checked, architecture, describe_images(images, eval_images, settings))
+    settings = prepared.settings_as(VisionSettings)
     print(prepared.text, flush=True)
     if settings.dry_run:
         return

@@ -161,7 +161,7 @@ def open_corpus(settings: TokenizeSettings, split: str) -> Corpus:
         from qtrain.data.examples.instruct_dataset import make_template  # which imports torch
 
         template = make_template(settings.template, "--template")
-    return HubCorpus(settings.dataset, settings.subset, split, settings.text_column, "--dataset", template)
+    return HubCorpus(settings.dataset or "", settings.subset, split, settings.text_column, "--dataset", template)
 
 
 def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path:

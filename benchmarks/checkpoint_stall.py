@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     model, quantized = build_quantized(prepared)
     run = assemble(prepared, model, quantized)
     forward, generator = language_forward(model, None), torch.Generator().manual_seed(rank())
-    size = (architecture.vocab_size, prepared.geometry.micro_batch_size, chosen.seq_len)
+    size = (architecture.vocab_size or 0, prepared.geometry.micro_batch_size, chosen.seq_len)
 
     def step() -> None:
         batches = [random_batch(*size, generator).to(prepared.device)]

@@ -179,6 +179,7 @@ def rows(measurement: Measurement, scheme: Scheme, run: Path) -> Iterator[tuple[
     """(format, its cells) of each export of a run."""
     measured = MeasuredModel.find(str(run), "--model", prefer_checkpoint=True)
     with measured.loaded(measurement.device, "bf16") as (model, restored):
+        assert restored is not None  # it is a run
         before = {"in its scheme": measurement.loss(model)}
         refused = write_exports(measured, scheme, restored)
         codes = {name: trained_codes(linear)[0] for name, linear in restored.quantized.by_name().items()}
@@ -252,7 +253,7 @@ def dequantized(measurement: Measurement, dense: Path, codes: dict) -> nn.Module
     model = by_qtrain(dense, measurement.device)
     with torch.no_grad():
         for name, held in codes.items():
-            weight = model.get_submodule(name).weight
+            weight = model.get_parameter(f"{name}.weight")
             weight.copy_(values_of(held, weight))
     return model
 

@@ -86,6 +86,7 @@ def held_bytes(prepared: Prepared) -> Bytes:
     with contextlib.suppress(NotImplementedError):  # the states come first; then there are no values to update
         run.optimizer.step()
     # As in the backward pass: a layer runs, and the next one is prefetched.
+    assert isinstance(model, Decoder)
     units = decoder_units(model) if prepared.reshards else ()
     parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
@@ -111,7 +112,7 @@ def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[
     memory = language_memory(prepared, architecture.config, prepared.linears, None)
     planned = Bytes(memory.weights, memory.optimizer)
     for rank in ranks:
-        with fake_world(rank, settings.world_size):
+        with fake_world(rank, settings.world_size or 1):
             mesh = make_mesh(settings.dp_replicate, settings.dp_shard, "cpu")
             yield rank, planned, held_bytes(replace(prepared, mesh=mesh))
 

@@ -121,7 +121,8 @@ def gradients_of(
     for step in range(settings.draws if drawn else 1):
         model.zero_grad()
         compute_gradients(model, forward, quantized, [batch.to(device)], step)
-        yield [parameters[name].grad.double() for name in names]
+        gradients = [parameters[name].grad for name in names]
+        yield [gradient.double() for gradient in gradients if gradient is not None]
 
 
 def main(argv: list[str]) -> None:

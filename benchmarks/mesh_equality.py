@@ -151,7 +151,7 @@ def train(
         ep=1 if mesh.expert_mesh is None else mesh.expert_mesh.tp,
         reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         dtype="fp32" if dtype == torch.float32 else "bf16",
         seed=1,
     )
@@ -345,7 +345,8 @@ def print_table(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Na
     print(f"{'scheme | optimizer':44}" + "".join(f"{mesh:>8}" for mesh in results if mesh != "1x1"))
     notes = []
     for case in one:
-        close = promised(*case.split(" | "), arguments.dtype) if arguments.not_deterministic else None
+        scheme, optimizer = case.split(" | ")
+        close = promised(scheme, optimizer, arguments.dtype) if arguments.not_deterministic else None
         line = f"{case:44}"
         for mesh, found in results.items():
             if mesh != "1x1":

@@ -77,7 +77,7 @@ def record(steps: int, beta2: float, device: torch.device) -> Recording:
         loss = F.cross_entropy(hidden @ weights[0].t(), target)
         optimizer.zero_grad()
         loss.backward()
-        gradients.append([w.grad.clone() for w in weights])
+        gradients.append([w.grad.clone() for w in weights if w.grad is not None])
         optimizer.step()
     return Recording(start, [w.detach() for w in weights], gradients, beta2)
 

@@ -100,8 +100,8 @@ def compared_schemes(words: Iterable[str]) -> "dict[str, Scheme]":
     return schemes
 
 
-def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:
-    """'MxNxK' -> its `count` whole numbers from 1 to MAX_SIZE. UserError naming `flag`."""
+def parse_sizes(text: str, count: int, flag: str) -> Any:
+    """'MxNxK' -> a tuple of its `count` whole numbers from 1 to MAX_SIZE. UserError naming `flag`."""
     numbers = text.lower().split("x")  # 4096X4096 is meant as 4096x4096
     # Length first: int() of a million digits takes seconds.
     whole = all(n.isascii() and n.isdigit() and len(n) <= len(str(MAX_SIZE)) for n in numbers)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,12 +47,14 @@ INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_round
 SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'  # of x in grad_weight, which is no scheme's default
 EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", SQUARE_BLOCKS, "int8")
 Job = Callable[..., Table]  # measures a table; takes `hardware` and `report`
-R = TypeVar("R")
+
+R = TypeVar("R", bound=Any)  # a row of a table, which has a name
 
 
 def with_default_sizes(settings: BenchmarkSettings, device: torch.device) -> BenchmarkSettings:
     """The settings with this device's sizes where none are given."""
-    return replace(settings, **{key: v for key, v in SIZES[device.type].items() if not getattr(settings, key)})
+    sizes: dict[str, Any] = {key: v for key, v in SIZES[device.type].items() if not getattr(settings, key)}
+    return replace(settings, **sizes)
 
 
 def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job]:
@@ -83,7 +85,7 @@ def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     else:
         sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
     layout = settings.a_column_major, settings.b_column_major
-    problems = {name: Problem(*size, device, *layout) for name, size in sizes.items()}
+    problems = {name: Problem(m, n, k, device, *layout) for name, (m, n, k) in sizes.items()}
     return partial(matmul_table, problems, rows_among(settings, ROWS), settings.budget_ms)
 
 
@@ -97,7 +99,8 @@ def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
 def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of grouped products, ready to be measured."""
     texts = listed(settings.grouped_shapes, "--grouped_shapes")
-    problems = {text: GroupedProblem(*parse_sizes(text, 4, "--grouped_shapes"), device) for text in texts}
+    sizes = {text: parse_sizes(text, 4, "--grouped_shapes") for text in texts}
+    problems = {text: GroupedProblem(groups, t, n, k, device) for text, (groups, t, n, k) in sizes.items()}
     return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS), settings.budget_ms)
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from qtrain.core.errors import first_line
 from qtrain.core.hardware import Hardware
 from qtrain.quant import LowBitScheme, QuantizedModel, Scheme, quantize_linears
 
-Check = Callable[[object], float]
+Check = Callable[[Any], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
 Report = Callable[[str, Cell], None]  # called with each cell as it is filled: a table takes minutes
-P = TypeVar("P")  # A problem: sizes of operands, and the device
+
+P = TypeVar("P", bound=Any)  # A problem: sizes of operands, and the device
 
 
 class UnavailableError(Exception):
@@ -41,7 +42,7 @@ class Case:
     (QTRAIN_IMPL); None: all."""
 
     inputs: Sequence[Tensor]
-    run: Callable[..., object]
+    run: Callable[..., Any]
     check: Check
     family: str | None = None
 
@@ -130,7 +131,7 @@ quantized from latent ones."""
 def check_against(names: Sequence[str], truth: Callable[[], Sequence[Tensor]], scheme: Scheme) -> Check:
     """The check of results that are called `names`."""
 
-    def check(out: object) -> float:
+    def check(out: Any) -> float:
         worst, limit = 0.0, _limit(scheme)
         for name, result, expected in zip(names, out, truth(), strict=True):
             # Frobenius norms: a single wrong element is found by the tables of products, which check elementwise.

@@ -11,6 +11,7 @@ each for the rows of x and of dout, SwiGLU and its backward, and the sums of y a
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
 from qtrain.models.native.moe import Experts
 from qtrain.quant import Scheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.train.log.status import three_digits
 
 ELEMENT = 2  # bytes of bf16
@@ -101,10 +103,15 @@ class ExpertsProblem:
             found = (nn.functional.silu(gate) * linear) @ out.t() * weights[token, route, None].double()
             found.backward(dout[token].double())
             y.index_add_(0, token, found.detach())  # a token sums its k experts
-            dx.index_add_(0, token, rows.grad)
+            dx.index_add_(0, token, _gradient(rows))
             dup.copy_(up.grad)
             ddown.copy_(out.grad)
         return y.float(), dx.float(), *gradients
+
+
+def _gradient(t: Tensor) -> Tensor:
+    assert t.grad is not None
+    return t.grad
 
 
 def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwidth: float) -> float:
@@ -114,11 +121,11 @@ def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwid
     peaks = {role: hardware.peak(name) for role, name in kinds.items()}
     code = {role: ELEMENT if name == "bf16" else 1 for role, name in kinds.items()}  # bytes; 4 bits are unpacked to 8
 
-    def written(first: str) -> int:
+    def written(first: Gemm) -> int:
         """Bytes of an element of rows that the product `first` and grad_weight read: in two layouts if in codes."""
         return code[first] + (code["grad_weight"] if code["grad_weight"] < ELEMENT else 0)
 
-    def product(role: str, out: int, width: int, result: int) -> float:
+    def product(role: Gemm, out: int, width: int, result: int) -> float:
         """r rows x `width` x `out`, whose result has `result` bytes."""
         # grad_weight reads two operands of R rows; the other two read rows and every expert's matrix.
         # Operands [r, width], [r, out]; or rows and all matrices.
@@ -145,7 +152,7 @@ def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
     """The experts under a scheme. UnavailableError where it does not quantize them."""
     model = problem.module()
     swapped(model, scheme)
-    experts = model[0]
+    experts: Any = model[0]
 
     def run(x: Tensor, chosen: Tensor, weights: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
@@ -155,7 +162,7 @@ def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
             linear.weight.grad = None
         y = experts(x, chosen, weights)
         y.backward(dout)
-        return y.detach(), x.grad, *(linear.weight.grad for linear in linears)
+        return y.detach(), _gradient(x), *(linear.weight.grad for linear in linears)
 
     return Case(problem.inputs, run, check_against(("y", "dx", "dgate_up", "ddown"), lambda: problem.truth, scheme))
 

@@ -96,7 +96,8 @@ def coded_operands(p: GroupedProblem, role: str, fmt: str, granularities: tuple[
             quantize(a, fmt, granularity_a),
             rows_of_b or quantize_transposed(b, fmt, granularity_b, group_of_block=matrix_groups, groups=p.groups),
         ]
-    return tuple(Codes(*pair, fmt, g) for pair, g in zip(pairs, granularities, strict=True))
+    coded_a, coded_b = (Codes(codes, scale, fmt, g) for (codes, scale), g in zip(pairs, granularities, strict=True))
+    return coded_a, coded_b
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -148,7 +149,8 @@ def coded_values(p: GroupedProblem, role: str, a: Codes, b: Codes) -> Callable[[
 
     def values(group: int, rows: slice) -> tuple[Tensor, Tensor]:
         if role == "grad_weight":
-            return tuple(t.values(t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
+            left, right = (t.values(t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
+            return left, right
         down = {"32x32": 32}.get(a.granularity, 1)  # rows of a scale of A: 32x32 blocks have one for 32 rows
         w = matrices(b.codes, a.codes.shape[1], p.groups)[group].contiguous()
         if b.granularity == "rowwise":

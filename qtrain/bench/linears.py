@@ -6,6 +6,7 @@ A call is an optimizer step of a linear with one micro-batch: it refreshes the w
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +67,9 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
         linear.weight.copy_(w)
     quantized = swapped(model, scheme)
 
-    def run(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    def run(x: Tensor, dy: Tensor) -> tuple[Any, ...]:
         x = x.detach().requires_grad_()
-        weight = model[0].weight
+        (weight,) = model.parameters()
         weight.grad = None  # else the second call would accumulate
         quantized.refresh()
         y = model(x)

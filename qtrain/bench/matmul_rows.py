@@ -5,6 +5,7 @@ of its result. The tolerance follows from the accumulation: fp32 sums, sums of b
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def _compiled(function: Callable[..., Tensor], p: Problem) -> Callable[..., Tens
     if p.device.type != "cuda":
         raise UnavailableError("Inductor has Triton kernels on a GPU only")
     torch.compiler.reset()  # every shape is compiled for itself, and their number is limited
-    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    options: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -219,7 +220,8 @@ def int4_plain(p: Problem) -> Case:
     p.only_k_major(PACKED)
     operands, one = coded_pair(p, "int4", "tensorwise", "tensorwise"), torch.ones(1, device=p.device)
     codes = operands.a.codes, operands.b.codes  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
-    check = check_product(*(lambda c=c: encoded(c, one, "int4", "tensorwise", p.k) for c in codes), 0.0)
+    a, b = ((lambda c=c: encoded(c, one, "int4", "tensorwise", p.k)) for c in codes)
+    check = check_product(a, b, 0.0)
     return Case(codes, lambda a, b: int4_mm(a, b, p.k), check, "triton")
 
 
@@ -265,7 +267,7 @@ def nvfp4(p: Problem) -> Case:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2).t()
         return scaled_mm(a, b, s, recipe, t, recipe, swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=BF16)
 
-    return Case((*codes, *scales), run, check_product(*(x.double for x in truth), BF16_SUM))
+    return Case((*codes, *scales), run, check_product(truth[0].double, truth[1].double, BF16_SUM))
 
 
 _FORMATS = ("BF16", "FP16", "FP8", "INT8", "INT4", "MXFP8", "NVFP4")

@@ -41,7 +41,8 @@ class Problem:
         # Of the size: every row multiplies the same numbers.
         generator = torch.Generator(self.device).manual_seed(self.m + self.n + self.k)
         shapes = ((self.m, self.k), (self.n, self.k))
-        return tuple(torch.randn(*s, device=self.device, generator=generator).to(dtype) for s in shapes)
+        a, b = (torch.randn(*s, device=self.device, generator=generator).to(dtype) for s in shapes)
+        return a, b
 
     def stored(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The operands in the problem's layout."""

@@ -24,7 +24,8 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.kernels.optim import update_launch
-from qtrain.models import empty_model, read_model_source
+from qtrain.models import read_model_source
+from qtrain.models.build import empty_decoder
 from qtrain.optim import OPTIMIZERS, Optimizer, parameter_groups
 from qtrain.train.settings.machine import choose_device
 
@@ -59,7 +60,7 @@ class StepSettings:
 
 def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model on `device` with small random weights and gradients."""
-    module = empty_model(read_model_source(model)).to(dtype).to_empty(device=device)
+    module = empty_decoder(read_model_source(model)).to(dtype).to_empty(device=device)
     module.tie()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -97,7 +98,8 @@ def time_step(
     count = sum(p.numel() for p in parameters)
     states = optimizer_state_bytes(optimizer)
     # weight read and written, gradient read, states read and written
-    moved = sum(p.numel() * (2 * p.element_size() + p.grad.element_size()) for p in parameters) + 2 * states
+    elements = sum(p.numel() * (2 * p.element_size() + p.grad.element_size()) for p in parameters if p.grad is not None)
+    moved = elements + 2 * states
     share = moved / ms / 1e9 / copy
     cells = [Cell(ms, text=f"{ms:.2f}"), Cell(share, text=f"{100 * share:.0f}%")]
     cells.append(Cell(float(_launches(optimizer))) if device.type == "cuda" else Cell())

@@ -214,7 +214,8 @@ class Progress:
         return key[3] == self._reference or partner is None or step in partner
 
     def _over(self, run: PairedRun, step: int) -> str:
-        if run.variant == self._reference or step not in (self._partner(run.key) or {}):
+        reference = self._partner(run.key) or {}
+        if run.variant == self._reference or step not in reference:
             return ""
         differences = [
             losses[step] - partner[step]
@@ -222,6 +223,6 @@ class Progress:
             if (key[0], key[3]) == (run.key[0], run.variant) and (partner := self._partner(key))
             if step in losses and step in partner
         ]
-        own = self._losses[run.key][step] - self._partner(run.key)[step]
+        own = self._losses[run.key][step] - reference[step]
         mean = f" (mean of {len(differences)}: {with_error(differences)})" if len(differences) > 1 else ""
         return f", {own:+.4f} over {self._reference}{mean}"

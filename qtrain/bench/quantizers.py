@@ -7,6 +7,7 @@ of the tensor before it writes a code may read its input twice, which lowers its
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Quantizer:
         return ", ".join(words)
 
 
-_FORMS = [
+_FORMS: list[tuple[Any, ...]] = [
     *(("int8", granularity) for granularity in ("rowwise", "1x128", "32x32")),
     *(("e4m3", granularity) for granularity in ("tensorwise", "rowwise", "1x128", "128x128")),
     ("int4", "rowwise"),
@@ -89,8 +90,9 @@ def group_of_block(rows: int, device: torch.device) -> Tensor:
 def check_quantized(x: Tensor, q: Quantizer) -> Check:
     """Each value is at most half a step from its code, with stochastic rounding at most one, saturation aside."""
 
-    def check(out: object) -> float:
+    def check(out: Any) -> float:
         codes, scale, *transposed = out
+        granularity_t = q.granularity_t or q.granularity
         share = _error(x, codes, scale, q, q.granularity)
         if q.grouped:
             codes_t, scale_t = transposed  # [K, M] and [GROUPS * K]: a scale per (group, column)
@@ -98,9 +100,9 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
             for group, own in enumerate(scale_t.view(GROUPS, -1)):
                 own_rows = group_of_row == group
                 if own_rows.any():
-                    share = max(share, _error(x[own_rows].t(), codes_t[:, own_rows], own, q, q.granularity_t))
+                    share = max(share, _error(x[own_rows].t(), codes_t[:, own_rows], own, q, granularity_t))
         elif transposed:
-            share = max(share, _error(x.t(), *transposed, q, q.granularity_t))
+            share = max(share, _error(x.t(), transposed[0], transposed[1], q, granularity_t))
         if share > 1:
             raise WrongResultError(f"an error {share:.3g} times that of rounding")
         return share
@@ -125,7 +127,7 @@ def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer, granularity: s
 def transpose_case(shape: tuple[int, int], device: torch.device) -> Case:
     x = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
 
-    def check(out: object) -> float:
+    def check(out: Any) -> float:
         if not torch.equal(out[0], x.t()):
             raise WrongResultError("not the transpose")
         return 0.0

@@ -71,7 +71,7 @@ def resource_table(settings: ResourceSettings) -> Table:
     cards = split_list(settings.cards)
     for card in cards:
         datasheet_hardware(card, "--cards")
-    columns = {card: f"{card}, {datasheet_hardware(card).memory_bytes / GIB:.0f} GiB" for card in cards}
+    columns = {card: f"{card}, {(datasheet_hardware(card).memory_bytes or 0) / GIB:.0f} GiB" for card in cards}
     table = Table(
         "Planned on one GPU",
         "sequences a micro-batch, GiB (+ of the host's memory), tokens/s",
@@ -100,7 +100,7 @@ def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, Lan
         fitted = fit_memory(checked, architecture, trained)
     except UserError:
         return None
-    return prepare(fitted, architecture, (), trained).plan, fitted.settings
+    return prepare(fitted, architecture, (), trained).plan, fitted.language
 
 
 def _on_card(method: str, card: str) -> tuple[dict[str, Any], Lora | None]:

@@ -162,7 +162,7 @@ def _cell(settings: ScalingSettings, gpus: int, model_word: str, scheme_word: st
     # Strong scaling: the same tokens a step on any number of GPUs.
     values["batch_size"] = settings.tokens // values["seq_len"]
     values |= LAYOUTS.get(layout, {})  # one GPU has no layout
-    if replicas := {"all": gpus, "half": gpus // 2}.get(values.get("dp_replicate")):
+    if replicas := {"all": gpus, "half": gpus // 2}.get(str(values.get("dp_replicate"))):
         values["dp_replicate"] = replicas
     checked = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({values['model']})"))
     row = f"{values['model']} {values['quantize']}{' ' + layout if layout else ''}"
@@ -190,7 +190,7 @@ def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, 
 
 def predicted(settings: LanguageSettings, gpu: str | None = None) -> SizedStep:
     """The step that `--dry_run --world_size` plans. gpu: None: that of this machine."""
-    planned = dataclasses.replace(settings, gpus=0, dry_run=True, gpu=gpu, world_size=settings.gpus)
+    planned = dataclasses.replace(settings, gpus=0, dry_run=True, gpu=gpu, world_size=settings.gpu_count)
     checked = check_settings(planned, "scaling")
     world = prepare(checked, LanguageArchitecture.of(planned, checked.mesh), data=()).plan.world
     assert world is not None, "--world_size makes a plan of it"

@@ -82,7 +82,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, False, checked.dtype)
     prepared = prepare(fit_memory(checked, architecture, trained), architecture, (), trained)
-    settings = prepared.settings
+    settings = prepared.language
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
     build_peak = peak_memory(device)
@@ -97,9 +97,11 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     # Ranks train on different tokens, as in a run: an MoE's routing depends on them.
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.dp_rank)
     marks, loss = [_mark(device)], float("nan")
-    for step in range(warmup_steps + settings.n_steps):
+    for step in range(warmup_steps + settings.steps):
         batches = [
-            random_batch(architecture.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)
+            random_batch(architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len, generator).to(
+                device
+            )
         ]
         batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
         gradients = compute_gradients(
@@ -152,7 +154,7 @@ def random_batch(vocab_size: int, sequences: int, seq_len: int, generator: torch
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | float:
+def _mark(device: torch.device) -> Any:
     """The end of a step. Not waited for, as a training loop does not: the host prepares the next step meanwhile."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
@@ -161,7 +163,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
     return time.perf_counter()
 
 
-def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+def _seconds(start: Any, end: Any) -> float:
     if isinstance(start, float):
         return end - start
     end.synchronize()
@@ -223,8 +225,8 @@ def main(argv: list[str]) -> None:
         cell = parse_json(argv[1], WORKER)
         settings = CellSettings(**check_fields(CellSettings, cell["settings"], WORKER))
         # With --gpus this process only starts the ranks; they come here again with WORLD_SIZE set.
-        check_gpus(settings.gpus, settings.device)
-        launch(settings.gpus)
+        check_gpus(settings.gpu_count, settings.device)
+        launch(settings.gpu_count)
         result = time_training(settings, cell["warmup_steps"])
         if rank() == 0:
             print(json.dumps(result))

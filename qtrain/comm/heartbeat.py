@@ -107,7 +107,7 @@ class Heartbeat:
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line of this package that the main thread is at, and whether it waits for other ranks."""
-        frame, at, waits = sys._current_frames().get(self._main), "", False
+        frame, at, waits = sys._current_frames().get(self._main or 0), "", False
         while frame is not None:
             file = frame.f_code.co_filename
             waits = waits or any(part in file for part in _COMMUNICATION)

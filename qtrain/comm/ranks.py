@@ -94,6 +94,7 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
             f"WORLD_SIZE: the {launched_world()} processes did not meet ({first_line(error)}); start them with "
             "torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         ) from None
+    # pyrefly: ignore[missing-attribute]  # torch's stubs have no Store.clone
     _heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), own, world, rank_timeout)
 
 
@@ -187,6 +188,7 @@ def world() -> int:
 
 def host_group() -> dist.ProcessGroup | None:
     """A new group of all ranks over the host's network, for the collectives of another thread; None without others."""
+    # pyrefly: ignore[bad-return]  # a number only on ranks that are no members
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
@@ -211,22 +213,26 @@ def first_difference(own: Mapping[str, Any]) -> tuple[int, str, Any, Any] | None
 
 def from_rank_0(action: Callable[[], T]) -> T:
     """Run `action` on rank 0. Returns its result on every rank; an error is raised on all of them."""
-    return on_all_ranks(lambda: action() if rank() == 0 else None, return_rank_0=True)
+
+    def on_rank_0() -> Any:
+        return action() if rank() == 0 else None
+
+    return on_all_ranks(on_rank_0, return_rank_0=True)
 
 
 def on_all_ranks(action: Callable[[], T], return_rank_0: bool = False, group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank. An error of any rank is raised on all, so that none waits for a rank that failed.
 
     return_rank_0: return rank 0's result instead of this rank's own. group: as in `all_gather`."""
-    result, error = None, None
+    own: list[Any] = [None, None]  # the result and the error
     try:
-        result = action()
+        own[0] = action()
     except (UserError, OSError) as raised:
-        error = raised
+        own[1] = raised
     # Errors are gathered like results: a rank that raised alone would leave the others in a collective.
-    outcomes = all_gather((result if return_rank_0 else None, error), group)
-    for failed_rank, (_, raised) in enumerate(outcomes):
+    outcomes = all_gather(own if return_rank_0 else own[1:], group)
+    for failed_rank, (*_, raised) in enumerate(outcomes):
         if raised is not None:
             raised.failed_rank = failed_rank
             raise raised
-    return outcomes[0][0] if return_rank_0 else result
+    return outcomes[0][0] if return_rank_0 else own[0]

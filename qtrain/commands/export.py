@@ -93,6 +93,7 @@ def folder_of(measured: "MeasuredModel", name: str, output: str | None) -> Path:
         return user_path(output, "--output") / name
     if measured.checkpoint is not None:
         return measured.checkpoint.parent.parent / name
+    assert measured.exported is not None
     local = Path(measured.exported)
     if not local.is_dir():
         return Path(f"{local.name}-{name}")

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     folders = [check_run(path, "--runs") for path in settings.runs]
     check_distinct(folders)
     if settings.to is not None:
-        send(settings, folders)
+        send(settings, settings.to, folders)
         return
     if settings.serve:
         serve(settings, folders)
@@ -97,13 +97,13 @@ def check_distinct(folders: Sequence[Path]) -> None:
         seen[real] = folder
 
 
-def send(settings: ReportSettings, folders: Sequence[Path]) -> None:
+def send(settings: ReportSettings, tracker: str, folders: Sequence[Path]) -> None:
     if settings.out or settings.serve:
         raise UserError("--to: it sends runs and draws no page; leave --out and --serve, or --to, out.")
     from qtrain.train.log.send import send_run  # with the tracker's package
 
     for folder in folders:
-        print(f"sent        {send_run(folder, settings.to):,} records of {folder} to {settings.to}", flush=True)
+        print(f"sent        {send_run(folder, tracker):,} records of {folder} to {tracker}", flush=True)
 
 
 def check_out(settings: ReportSettings, folders: Sequence[Path]) -> Path:

@@ -47,8 +47,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(type_name(a) for a in args)
     if origin in (list, tuple):
         return f"a list of {_several(args)}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a JSON object"}
-    names[type(None)] = "null"
+    names: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names |= {dict: "a JSON object", type(None): "null"}
     return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 

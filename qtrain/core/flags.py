@@ -111,9 +111,9 @@ def _flags(cls: type, names: Sequence[str], defaults: Mapping[str, Any]) -> type
     """A dataclass of the fields `names` of `cls`, each with its docstring as help."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    made = []
+    made: list[tuple[str, Any, Any]] = []
     for name in names:
-        factory = fields[name].default_factory
+        factory: Any = fields[name].default_factory
         value = defaults.get(name, fields[name].default)
         if value is not dataclasses.MISSING:
             # A copy each time: the default may be a dict.

@@ -195,7 +195,7 @@ def describe_hardware(device: torch.device) -> Hardware:
     properties = torch.cuda.get_device_properties(device)
     known = DATASHEET.get(product_of(properties.name))
     peaks = _measured_peaks(device) if known is None else known.peaks
-    link = known and HOST_LINK_REACHED * known.host_link * 1e9
+    link = None if known is None else HOST_LINK_REACHED * known.host_link * 1e9
     return Hardware(properties.name, peaks, properties.total_memory, known is None, link, True)
 
 

@@ -5,6 +5,7 @@ PyTorch's allocator of page-locked memory rounds every block up to a power of tw
 
 import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ PIECE_BYTES = 64 * 2**20
 """In which a gradient crosses the link to be added to its sum: of the buffer on the device."""
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # None of a build without CUDA, which locks no pages
+
+
 class _Locked:
     """Page-locked memory, an anonymous mapping of its own; numpy's array interface gives it to tensors, which keep it.
 
@@ -28,7 +33,7 @@ class _Locked:
         array = np.frombuffer(self._memory, np.uint8)
         self.__array_interface__ = array.__array_interface__
         self._address = array.ctypes.data
-        self._cudart = torch.cuda.cudart()
+        self._cudart = _runtime()
         torch.from_numpy(array).zero_()  # on several threads: locking alone would fault page after page
         self.locked = not int(self._cudart.cudaHostRegister(self._address, size, PORTABLE))
 

@@ -46,7 +46,7 @@ def hub_reachable() -> bool:
         return True  # the proxy resolves host names, so a look-up here says nothing
     url = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = connect(url.hostname, url.port, timeout=seconds)
+    connection = connect(url.hostname or "", url.port, timeout=seconds)
     try:
         connection.request("HEAD", "/")
         connection.getresponse()

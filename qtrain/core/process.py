@@ -6,6 +6,7 @@ and pipes, exit codes, one of several ranks.
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import re
@@ -124,7 +125,7 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     prepare_process()
     watch_launcher()
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     if not rank.isdecimal():
@@ -293,5 +294,6 @@ def peak_resident_bytes() -> int:
     except ImportError:
         import psutil
 
+        # pyrefly: ignore[missing-attribute]  # of Windows, which has no `resource`
         return psutil.Process().memory_info().peak_wset
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

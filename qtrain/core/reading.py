@@ -24,7 +24,7 @@ def special_file(path: str | Path) -> str | None:
             errno.ELOOP: "a symbolic link that leads back to itself",
             errno.ENOENT: f"a symbolic link to {os.readlink(path)!r}, which does not exist",
         }
-        return leads.get(error.errno)
+        return leads.get(error.errno or 0)
     return _kind(mode)
 
 

@@ -80,11 +80,11 @@ class Registry(Generic[T]):
 
     def describe(self) -> list[tuple[str, str]]:
         """(name, first line of the docstring) of every entry, sorted by name."""
-        return [(name, self._entries[name].__doc__.strip().splitlines()[0]) for name in self.names()]
+        return [(name, inspect.cleandoc(self._entries[name].__doc__ or "").splitlines()[0]) for name in self.names()]
 
     def options(self, name: str) -> list[tuple[str, str]]:
         """(key, its docstring, allowed values and default) of every JSON option of the entry `name`."""
-        cls = self._entries[name]
+        cls: Any = self._entries[name]
         hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
         found = []
         for field in dataclasses.fields(cls):
@@ -100,8 +100,9 @@ def field_docs(cls: type) -> Mapping[str, str]:
     found: dict[str, str] = {}
     # Python keeps no docstrings of fields: they are read from the source. A subclass's replaces its base's.
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for field, below in itertools.pairwise(body):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in itertools.pairwise(definition.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                     found[name] = " ".join(doc.split())

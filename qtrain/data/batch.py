@@ -1,8 +1,8 @@
 """Samples of text, and micro-batches of tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ class Sample:
 
 class TensorBatch:
     """A micro-batch: a frozen dataclass whose fields are tensors or None."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def size(self) -> int:

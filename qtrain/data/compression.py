@@ -10,7 +10,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,7 +90,8 @@ class _BoundedLines(_Checked):
 
     def __init__(self, file: BinaryIO, name: str):
         super().__init__(file)
-        self._name, self._line, self._is_list = name, 0, None
+        self._name, self._line = name, 0
+        self._is_list: bool | None = None
 
     def seekable(self) -> bool:
         return self._file.seekable()
@@ -119,7 +120,7 @@ def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> BinaryIO:
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
 
-_OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
+_OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".zst": lambda path: _open_zstd(path.open("rb")),
     ".bz2": bz2.open,
@@ -136,9 +137,10 @@ def register_openers() -> None:
     read whole, and open .zst files, which needs one more package without this."""
     from fsspec.compression import compr, register_compression
 
+    known: Mapping[Any, Any] = compr
     endings = {"gzip": "gz", "bz2": "bz2", "xz": "xz", "lzma": "xz", "zstd": "zst"}
     for name, ending in endings.items():
-        opener = compr.get(name, _open_zstd)
+        opener = known.get(name, _open_zstd)
         if not isinstance(opener, functools.partial):  # not registered yet  # a second call would wrap the wrapper
             register_compression(name, functools.partial(_open_lines, opener), ending, force=True)
 
@@ -168,8 +170,9 @@ def depth_of(data: bytes) -> int:
 
 def guard_datasets() -> None:
     """Have the JSON reader of `datasets` refuse such JSON with a RecursionError."""
-    from datasets.packaged_modules.json import json as reader
+    from datasets.packaged_modules.json import json
 
+    reader: Any = json
     if not isinstance(reader.paj, _GuardedReader):
         reader.paj = _GuardedReader(reader.paj)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtrain.core.errors import NotHere, UserError, first_line, nearest, unknown_name
 from qtrain.core.hub import reaching_hub
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, glob_files, match_globs
 from qtrain.data.named_sets import named_set
@@ -202,7 +203,7 @@ class RowSource:
             return [str(Path(file).resolve()) for file in files]
         name = str(Path(self.dataset).resolve()) if self._is_local() else self.dataset
         files = sorted(self._files())
-        return [" ".join(filter(None, [name, self.subset, self.split, *files]))]
+        return [" ".join(part for part in (name, self.subset, self.split, *files) if part)]
 
     def local_files(self) -> list[str]:
         """The files that data_files names on this machine."""
@@ -249,7 +250,7 @@ class RowReader:
         self._dataset = source.open(flag)
         self.shards: int = self._dataset.num_shards
         self._seed, self._shuffle = seed, shuffle
-        self._cursor: dict[str, Any] | None = None
+        self._cursor: dict[str, Any] | MaybeNone = None
 
     @staticmethod
     def first_cursor() -> dict[str, Any]:

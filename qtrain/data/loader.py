@@ -186,14 +186,14 @@ def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> N
     # Shapes and dtypes first; the bytes follow, one message a tensor.
     sender.send((batch.each(lambda t: t.to("meta")), position))
     for tensor in batch.tensors():
-        sender.send_bytes(memoryview(tensor.contiguous().numpy()).cast("B"))
+        sender.send_bytes(tensor.contiguous().numpy().data.cast("B"))
 
 
 def _receive(receiver: Connection) -> Iterator[Item]:
     def filled(shape: torch.Tensor) -> torch.Tensor:
         # Received in place: one copy, from the pipe.
         array = np.empty(shape.shape, torch.empty(0, dtype=shape.dtype).numpy().dtype)
-        receiver.recv_bytes_into(memoryview(array).cast("B"))
+        receiver.recv_bytes_into(array.data.cast("B"))
         return torch.from_numpy(array)
 
     while True:

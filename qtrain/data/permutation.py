@@ -6,14 +6,15 @@ the domain is less than twice n, so that takes less than two passes on average. 
 directly, which is why a stream's position is a few integers.
 """
 
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
 MASK = (1 << 64) - 1
 ROUNDS = 8
 
-Word = TypeVar("Word", int, np.ndarray)
+Word = Any
+"""A Python integer or a uint64 array."""
 
 
 def _mix(x: Word) -> Word:

@@ -15,6 +15,7 @@ from typing import Any
 
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.core.registry import Registry
 from qtrain.data.batch import Sample
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -34,7 +35,7 @@ class StreamContext:
     seq_len: int
     seed: int = 0
     shuffle: bool = True
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | MaybeNone = None
     epochs: int | None = None
     vocab_size: int | None = None
     seq_len_multiple: int = 0
@@ -200,7 +201,7 @@ def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str)
 def checked_tokenizer(name: str | None, ctx: StreamContext, flag: str) -> Tokenizer:
     """The tokenizer `name` of a text dataset; None: the run's. UserError unless it fits the run's tokenizer and the
     model's vocabulary, and has an end token."""
-    name = name or (ctx.tokenizer and ctx.tokenizer.name)
+    name = name or (None if ctx.tokenizer is None else ctx.tokenizer.name)
     if name is None:
         raise UserError(
             f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it (--pretrained models have their own).'

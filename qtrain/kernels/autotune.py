@@ -80,7 +80,7 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
     entry = " ".join([op, *(str(value).removeprefix("torch.") for value in key), f"{checksum:08x}"])
     choices = _choices()  # shared by all operations of the process
     name = choices.get(entry)
-    if name in names:
+    if name is not None and name in names:
         return name
     if not tunes() or torch.cuda.is_current_stream_capturing():
         return names[0]

@@ -5,6 +5,7 @@ Without Triton (no Linux, no GPU) kernels can be defined, and only a launch fail
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ except ImportError:
         def __getattr__(self, name: str):
             raise RuntimeError("this kernel needs triton, which is not installed: pip install triton")
 
-    triton = tl = gluon = gl = hopper = TensorDescriptor = _Absent()
+    absent: Any = _Absent()
+    triton = tl = gluon = gl = hopper = TensorDescriptor = absent
 
 __all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "operator", "tl", "triton"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.models.hf.impl import build_hf_model
+from qtrain.models.hf.impl import HfModel, build_hf_model
 from qtrain.models.hf.initial_values import DrawnValues, InitialValues, LoadedValues
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
@@ -30,7 +30,7 @@ def build_model(
     seed: int = 0,
     place: Callable[[Decoder], None] | None = None,
     lazy: bool = False,
-) -> nn.Module:
+) -> Decoder | HfModel:
     """A model on `device` in `dtype`, with weights: drawn from `seed` or, with `pretrained`, loaded from the source.
 
     place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
@@ -48,7 +48,7 @@ def build_model(
         )
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
-    model = empty_model(source, place=place).to(dtype)
+    model = empty_decoder(source, place).to(dtype)
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
@@ -81,10 +81,17 @@ def _make_matrices_lazy(name: str, module: nn.Module, values: InitialValues) -> 
             make_lazy(p, functools.partial(make, own, p.shape, like), stored)
 
 
-def empty_model(source: ModelSource, impl: str = "native", place: Callable[[Decoder], None] | None = None) -> nn.Module:
+def empty_model(
+    source: ModelSource, impl: str = "native", place: Callable[[Decoder], None] | None = None
+) -> Decoder | HfModel:
     """The model on the meta device: modules and shapes without memory."""
     if impl == "hf":
         return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
+    return empty_decoder(source, place)
+
+
+def empty_decoder(source: ModelSource, place: Callable[[Decoder], None] | None = None) -> Decoder:
+    """As `empty_model`, of the native one."""
     with torch.device("meta"):
         decoder = Decoder(source.model_config())
         if place is not None:

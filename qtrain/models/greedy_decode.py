@@ -22,11 +22,11 @@ MAX_ROWS, ROWS_WITHOUT_CACHE = 256, 64
 def rows_at_once(model: nn.Module, places: int) -> int:
     """How many prompts to answer together, of at most `places` tokens with their answers. A step has the same Python
     overhead for one as for many."""
-    if not _cacheable(model, places):
+    if (decoder := _cacheable(model, places)) is None:
         return ROWS_WITHOUT_CACHE
-    config, element = model.config, model.norm.weight.element_size()
+    config, element = decoder.config, decoder.norm.weight.element_size()
     # Bytes of one prompt's keys and values, of all layers.
-    row = config.num_hidden_layers * 2 * model.kv_heads * config.head_dim * places * element
+    row = config.num_hidden_layers * 2 * decoder.kv_heads * config.head_dim * places * element
     return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
 
@@ -61,7 +61,8 @@ def answer(
     ids = torch.zeros(len(prompts), places, dtype=torch.int64, device=device)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)
-    read = _Cached(model, len(prompts), places) if _cacheable(model, places) else _Whole(model)
+    decoder = _cacheable(model, places)
+    read = _Whole(model) if decoder is None else _Cached(decoder, len(prompts), places)
     model.eval()
     rows, done = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
     try:
@@ -82,12 +83,12 @@ def answer(
     return [row[: row.index(eos_id)] if eos_id in row else row for row in written]
 
 
-def _cacheable(model: nn.Module, places: int) -> bool:
-    """Whether the model can use the cache, which has no mask for a sliding window shorter than the text, and none of
+def _cacheable(model: nn.Module, places: int) -> Decoder | None:
+    """The model if it can use the cache, which has no mask for a sliding window shorter than the text, and none of
     latent vectors."""
     if not isinstance(model, Decoder) or model.config.mla is not None:
-        return False
-    return model.config.sliding_window is None or places <= model.config.sliding_window
+        return None
+    return model if model.config.sliding_window is None or places <= model.config.sliding_window else None
 
 
 class _Whole:

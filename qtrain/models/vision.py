@@ -101,7 +101,7 @@ def image_config(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The model's input: `input_size` (channels, height, width), mean, std, interpolation, crop_pct and crop_mode."""
     from timm.data import resolve_data_config
 
-    known = model.pretrained_cfg
+    known: Any = model.pretrained_cfg
     size = kwargs.get("img_size") or tuple(known.get("input_size") or (3, 224, 224))[1:]
     height, width = (size, size) if isinstance(size, int) else size
     channels = kwargs.get("in_chans", 3)
@@ -161,7 +161,7 @@ def export_timm(
     values = {
         key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone() for key, make in tensors.items()
     }
-    cfg = model.pretrained_cfg
+    cfg: Any = model.pretrained_cfg
     known = ("first_conv", "classifier", "pool_size", "fixed_input_size")
     pretrained_cfg = {**{key: cfg[key] for key in known if key in cfg}, **image, "num_classes": len(classes)}
     config = {

@@ -24,7 +24,7 @@ from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
 from qtrain.kernels.optim.update_rules import LowBitWeight, WeightAmax
 from qtrain.optim.offload import HostSizes, OffloadedUpdate, host_sizes, staging_bytes
-from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
+from qtrain.optim.optimizer import PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import (
     HOST_NAMES,
@@ -74,7 +74,7 @@ class LowBitSpec(OptimizerSpec):
     def with_offload(self, names: Collection[str]) -> OptimizerSpec:
         return replace(self, offload=tuple(name for name in self.host_names if name in names))
 
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> "LowBitOptimizer":
         options = {name: getattr(self, name) for name in self.group_options}
         return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
 
@@ -146,8 +146,8 @@ class LowBitOptimizer(PartitionedOptimizer):
     RULE: a rule of `kernels.optim.fused_update`. STATES: the names of its states.
     """
 
-    RULE: ClassVar[str]
-    STATES: ClassVar[tuple[str, ...]]
+    RULE: str
+    STATES: tuple[str, ...]
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         self.options, self.seed = options, seed

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.elementwise import LowBitOptimizer
-from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
+from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_shape
 from qtrain.tensors.partition import Placement
@@ -64,8 +64,10 @@ class MatrixOptimizerSpec(OptimizerSpec):
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         """Bytes of state of one matrix of a hidden layer."""
 
-    def _rest(self) -> OptimizerSpec:
-        return OPTIMIZERS.make(self.rest, {"betas": self.betas, "eps": self.eps, "sr": self.sr}, "--optim_kwargs")
+    def _rest(self) -> LowBitSpec:
+        spec = OPTIMIZERS.make(self.rest, {"betas": self.betas, "eps": self.eps, "sr": self.sr}, "--optim_kwargs")
+        assert isinstance(spec, LowBitSpec), self.rest
+        return spec
 
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         others = [shape for shape in shapes if not shape.hidden]
@@ -96,7 +98,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
                 largest = max(largest, size)
         return largest
 
-    def build(self, groups: Groups, lr: float, seed: int = 0) -> Optimizer:
+    def build(self, groups: Groups, lr: float, seed: int = 0) -> PartitionedOptimizer:
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._SPEC_ONLY}
         return self.method(
             groups,
@@ -197,13 +199,13 @@ class MatrixOptimizer(PartitionedOptimizer):
         for batch in self._batches[index]:
             self._step_batch(batch)
         if self._rest is not None:
-            self._step_rest(index)
+            self._step_rest(self._rest, index)
 
     def _step_batch(self, batch: MatrixBatch) -> None:
         group, trained = batch.group, [p for p in batch.parameters if p.grad is not None]
         if not trained:
             return
-        gradients = torch.stack([p.grad for p in trained])  # [B, R, C] in the weights' dtype
+        gradients = torch.stack([p.grad for p in trained if p.grad is not None])  # [B, R, C], weights' dtype
         if self.grad_scale is not None:
             gradients *= self.grad_scale
         # Contiguous: transposed directions would be copied one by one by the update.
@@ -227,14 +229,14 @@ class MatrixOptimizer(PartitionedOptimizer):
                 found[:, start : start + rows] = update
         return found
 
-    def _step_rest(self, index: int) -> None:
+    def _step_rest(self, rest: LowBitOptimizer, index: int) -> None:
         # The schedule sets --lr in all groups; the scale is applied for the step only, so a checkpoint holds --lr.
-        rates = [group["lr"] for group in self._rest.param_groups]
-        for group, lr in zip(self._rest.param_groups, rates, strict=True):
+        rates = [group["lr"] for group in rest.param_groups]
+        for group, lr in zip(rest.param_groups, rates, strict=True):
             group["lr"] = lr * self._rest_lr_scale
-        self._rest.grad_scale = self.grad_scale
-        self._rest.step_partition(index)
-        for group, lr in zip(self._rest.param_groups, rates, strict=True):
+        rest.grad_scale = self.grad_scale
+        rest.step_partition(index)
+        for group, lr in zip(rest.param_groups, rates, strict=True):
             group["lr"] = lr
 
     def synchronize(self) -> None:
@@ -269,7 +271,7 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
         """The states of a hidden matrix must be in this optimizer's own formats."""
-        if id(parameter) not in self.index_of:
+        if self._rest is not None and id(parameter) not in self.index_of:
             self._rest.check_saved(name, parameter, saved)
             return
         # States of a matrix are not converted: a projection or a factor has no meaning in another rank or format.

@@ -63,7 +63,7 @@ class MuonOptimizer(MatrixOptimizer):
         update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         # bf16 products on tensor cores: singular values need to be near one only.
         orthogonal = newton_schulz(update.bfloat16() if update.is_cuda else update, group["ns_steps"])
-        return orthogonal.float().mul_(adjustment(*update.shape[1:], group["adjust"]))
+        return orthogonal.float().mul_(adjustment(update.shape[1], update.shape[2], group["adjust"]))
 
     def states_of(self, group: dict[str, Any], parameter: Tensor) -> StateShapes:
         found: StateShapes = {}

@@ -144,6 +144,7 @@ class OffloadedUpdate:
             torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(min(STAGES, len(sizes)))
         ]
         self._buckets: list[_Bucket] = []
+        host = torch.empty(0, dtype=torch.uint8)
         for index, slices in enumerate(buckets):
             rows = slices[0].rows
             # Buckets take turns in the staging buffers; the states of several tensors are one transfer.
@@ -168,7 +169,7 @@ class OffloadedUpdate:
                 # The slices of a tensor start from the same step count and get gradients in the same steps.
                 self.slots[owned.owner].step = slot.step
             self._buckets.append(_Bucket(slices, update, transfers, gradients))
-        self._in, self._out = (torch.cuda.Stream() for _ in range(2)) if on_cuda else (None, None)
+        self._in, self._out = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
 
     def set_hyper(self, group: int, values: Mapping[str, float | Tensor]) -> None:
         """As `FusedUpdate.set_hyper`."""
@@ -178,7 +179,7 @@ class OffloadedUpdate:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None = None) -> None:
         """As `FusedUpdate.step`."""
-        if self._in is None:
+        if self._in is None or self._out is None:
             for bucket in self._buckets:
                 bucket.to_device(grads)
                 bucket.step(grads, grad_scale)
@@ -280,8 +281,8 @@ def _changed(slot: Slot, change: Callable[[Tensor], Tensor], names: Collection[s
         (format, {kind: change(t) if name in names else t for kind, t in tensors.items()})
         for name, (format, tensors) in zip(HOST_NAMES, slot.states, strict=False)
     )
-    keeps_master = slot.master is None or MASTER not in names
-    return replace(slot, states=states, master=slot.master if keeps_master else change(slot.master))
+    master = slot.master if slot.master is None or MASTER not in names else change(slot.master)
+    return replace(slot, states=states, master=master)
 
 
 def _rows_of(slot: Slot, rows: slice | None) -> Slot:

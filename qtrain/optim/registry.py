@@ -122,8 +122,8 @@ def hidden_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
     # By identity: a tied head is its embedding's parameter, and found as such.
     excluded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = getattr(model, "lm_head", None)  # native decoders and transformers
-    if head is None and hasattr(model, "get_classifier"):  # timm
-        head = model.get_classifier()
+    if head is None and (get_classifier := getattr(model, "get_classifier", None)) is not None:  # timm
+        head = get_classifier()
     if isinstance(head, nn.Module):
         excluded |= {id(p) for p in head.parameters()}
     fused = {

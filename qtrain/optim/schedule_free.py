@@ -11,7 +11,7 @@ evaluation, so the copy does not raise the peak.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
     """Group options: betas, eps, r, weight_lr_power; and, as fp64 scalars on the device, k, weight_sum, lr_max."""
 
     averages_weights = True
-    RULE: ClassVar = "apply"  # for weights and states alike
-    STATES: ClassVar = ("z", "exp_avg_sq")
+    RULE = "apply"  # for weights and states alike
+    STATES = ("z", "exp_avg_sq")
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         super().__init__(groups, defaults, options, seed=seed)
@@ -89,7 +89,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
             return
         (beta1, beta2), float_share = group["betas"], share.float()
         # fp32 copies, overwritten where a value is no longer needed: three at the peak, `step_bytes` counts them.
-        g = [local(chunk.parameters[i].grad).to(torch.float32, copy=True) for i in trained]
+        g = [local(p.grad).to(torch.float32, copy=True) for p in chunk.parameters if p.grad is not None]
         if self.grad_scale is not None:
             torch._foreach_mul_(g, self.grad_scale.float())
 
@@ -200,7 +200,9 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         return super().adopt_states(names)
 
 
-def _apply(update: FusedUpdate, indices: list[int], values: list[Tensor], *, lr: float | Tensor, weight_decay: float):
+def _apply(
+    update: FusedUpdate, indices: list[int], values: Sequence[Tensor], *, lr: float | Tensor, weight_decay: float
+):
     """w <- w * (1 - lr * weight_decay) - lr * value for the update's tensors `indices`, rounded to their formats."""
     given: list[Tensor | None] = [None] * len(update.slots)
     for i, value in zip(indices, values, strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.state_formats import (
     BLOCKS,
     FormatName,
@@ -27,7 +28,7 @@ from qtrain.kernels.optim.state_formats import (
 FormatChoice = Literal["weight", "fp32", "bf16", "fp8", "int8", "int4"]
 """The format of a state. weight: the dtype of the parameter."""
 
-StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype | MaybeNone]]
 """Key of each of a parameter's states -> its shape and dtype."""
 
 MASTER = "master"

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from qtrain.comm.rank_group import RankGroup
 from qtrain.comm.ranks import all_gather, launched_on_machine, launched_world, rank
 from qtrain.core.errors import UserError
+from qtrain.core.maybe_none import MaybeNone
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     """The data dimensions "replicate" and "shard", of this rank's TP rank; None for one process."""
     tp: int = 1
-    tp_group: RankGroup | None = None
+    tp_group: RankGroup | MaybeNone = None
     """The ranks that compute every layer together; None where one rank computes whole layers."""
     dp_group: dist.ProcessGroup | None = None
     """The ranks that read other micro-batches with the same part of every layer; None: all ranks."""
-    expert_mesh: "Mesh | None" = None
+    expert_mesh: "Mesh | MaybeNone" = None
     """Of the experts' parameters, with --ep; None: they are sharded as all others are."""
     machines: Machines | None = None
     """None where the data-parallel ranks share one machine, or each has its own."""
@@ -199,9 +200,9 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
 def _machines(dp_size: int, tp: int, device_type: str) -> Machines | None:
     """Where the data ranks are, each of which is `tp` consecutive processes."""
     per_rank = set(all_gather(launched_on_machine()))
-    if len(per_rank) > 1 or per_rank == {None}:  # only some ranks may have been told
+    processes = per_rank.pop() if len(per_rank) == 1 else None  # only some ranks may have been told
+    if processes is None:
         return None
-    (processes,) = per_rank
     ranks = processes // tp
     # One data rank a machine, one machine, unequal ones, or a tensor group across several: nothing to add first.
     if ranks <= 1 or processes % tp or ranks == dp_size or dp_size % ranks:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
@@ -72,14 +73,14 @@ class SavedRows(NamedTuple):
     """What backward needs of a linear with adapters: its rows times A [R, r], r padded, and the elements that dropout
     left, bool [R, K]."""
 
-    rows_a: Tensor | None = None
+    rows_a: Tensor | MaybeNone = None
     mask: Tensor | None = None
 
 
 class AdapterGradients(NamedTuple):
     """Of `SavedRows.rows_a` and, in fp32, of the adapters."""
 
-    rows_a: Tensor | None = None
+    rows_a: Tensor | MaybeNone = None
     a: Tensor | None = None
     b: Tensor | None = None
 
@@ -133,7 +134,7 @@ def _adapters_backward(
 
 def _rows_backward(
     dy: Tensor,
-    drows_a: Tensor | None,
+    drows_a: Tensor | MaybeNone,
     weight: Operand,
     adapters: Adapters | None,
     kept: SavedRows,
@@ -201,13 +202,13 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             # <dh, h> of each row: the gradient of its route's weight, without the output y.
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)
-        if needs_dweights:
-            dweights = route_weight_grad(dots, weights, groups.row_of_topk)
-        if a_up is not None:
-            up_part = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
-        if needs_dx:
-            drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
-            dx = combine_rows(drows, None, groups.row_of_topk)
+            if needs_dweights:
+                dweights = route_weight_grad(dots, weights, groups.row_of_topk)
+            if adapters is not None:
+                up_part = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
+            if needs_dx:
+                drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
+                dx = combine_rows(drows, None, groups.row_of_topk)
         return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None, None
 
 

@@ -1,10 +1,11 @@
 """What the autograd functions of a linear are given besides x, weight and bias, and how they save operands."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant import gemm_table
@@ -20,11 +21,11 @@ class LinearArguments(NamedTuple):
     scheme: LowBitScheme
     key: Tensor | None
     """int64 [3], the Philox key of stochastic rounding; None: nearest even."""
-    weight: Operands
-    """The codes of the weight; None where a GEMM reads the weight itself."""
+    weight: Operands | MaybeNone
+    """The codes of the weight, None where a GEMM reads the weight itself; None in backward, which has them saved."""
     x_scale: DelayedScale | None = None
     dy_scale: DelayedScale | None = None
-    groups: TokenPermutation | None = None
+    groups: TokenPermutation | MaybeNone = None
     """The rows of x and dy that belong to each of the weight's matrices, if it has several."""
     exchange: Exchange | None = None
     observe: Observe | None = None
@@ -70,6 +71,7 @@ def save_operands(ctx, *operands: Operand | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def saved_operands(ctx) -> list[Operand | None]:
-    """What `save_operands` saved; to be called once, as activation checkpointing requires."""
+def saved_operands(ctx) -> list[Any]:
+    """What `save_operands` saved; to be called once, as activation checkpointing requires. Any, as of
+    `ctx.saved_tensors`: which are plain, quantized or None follows from the arguments of forward."""
     return unflatten_operands(ctx.saved_tensors, ctx.operand_layouts)

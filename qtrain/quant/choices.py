@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
@@ -29,7 +30,7 @@ class LinearChoice:
     in_features: int
     out_features: int
     reason: str | None
-    scheme: LowBitScheme | None = None
+    scheme: LowBitScheme | MaybeNone = None
     groups: int = 1
     """Matrices of this shape in the linear (`grouped_linear.py`)."""
     is_head: bool = False
@@ -54,7 +55,7 @@ class LinearChoice:
         return self.scheme is not None and self.scheme.stored_format is not None
 
     @property
-    def in_one_layout(self) -> LowBitScheme | None:
+    def in_one_layout(self) -> LowBitScheme | MaybeNone:
         """`scheme` with one layout of the weight's codes, where it can have it; products of groups read both."""
         return in_one_layout(self.scheme) if self.scheme is not None and self.groups == 1 else self.scheme
 
@@ -117,9 +118,10 @@ def reason_to_leave(
     return None
 
 
-def decide(choice: LinearChoice, scheme: LowBitScheme, shared: bool, device: torch.device) -> LinearChoice:
+def decide(choice: LinearChoice, scheme: Scheme, shared: bool, device: torch.device) -> LinearChoice:
     """`choice` with the scheme that is assigned to it, or with the reason why it stays in high precision. shared:
     another module holds its weight too."""
+    assert isinstance(scheme, LowBitScheme)  # the others leave all linears (`reason_to_leave`)
     k, n = choice.in_features, choice.out_features
     own = scheme.for_linear(k, n, head=choice.is_head)
     own = own.for_experts() if choice.groups > 1 else own
@@ -130,11 +132,11 @@ def decide(choice: LinearChoice, scheme: LowBitScheme, shared: bool, device: tor
     return replace(choice, reason=None, scheme=own, assigned=scheme, rounds_logits=rounds_logits)
 
 
-def _refusal(scheme: Scheme, in_features: int, out_features: int, shared: bool, device: torch.device) -> str | None:
+def _refusal(scheme: LowBitScheme, k: int, n: int, shared: bool, device: torch.device) -> str | None:
     """Why a linear stays in high precision on `device`; shared: another module holds its weight too."""
     if shared and (scheme.latent or scheme.stored_format is not None):
         return "another module shares its weight and needs it in high precision"
-    return scheme.refusal(in_features, out_features, device)
+    return scheme.refusal(k, n, device)
 
 
 def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:

@@ -101,11 +101,11 @@ def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
 
 
 def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
-    if request.exchanges:
-        return request.exchange.quantize(t, request)
+    if request.exchange is not None and request.exchanges:
+        return request.exchange.quantize(in_memory(t), request)
     rows, columns = request.formats
     if request.delayed is not None and (rows or columns):
-        return _delayed_operands(t, request)
+        return _delayed_operands(t, request, request.delayed)
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
     if rows and columns and columns.sum_dim == 1:
         # Both layouts from one read of t, where a kernel has it; gathered rows are never in memory then.
@@ -113,9 +113,9 @@ def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Ope
     return operands_under_scale(in_memory(t), request, None)
 
 
-def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
+def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed: DelayedScale) -> Operands:
     """With the tensorwise scale of earlier steps; the absmax of t is recorded for the next ones."""
-    (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding
+    (rows, columns), rounding = request.formats, request.rounding
     # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
     power_of_two, fmt, amax = request.scheme.power_of_two, (rows or columns).fmt, None
     if rows and columns:
@@ -126,8 +126,8 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
         x = in_memory(t)
         scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
         # power_of_two False: a given scale is not rounded again.
-        codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else None
-        codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else None
+        codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else x
+        codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else x
     if delayed.amax is not None:
         # NaN where the absmax is not finite: given scales saturate, and an Inf must show in the product.
         scale = record_amax(delayed.amax, absmax(x) if amax is None else amax, scale)
@@ -170,7 +170,7 @@ def quantize_swiglu_operands(
         return SwiGLUOperands(quantize_operands(t, request), dots)
     (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding
     power_of_two = request.scheme.power_of_two
-    if delayed is not None and rows is not None and rows == columns:
+    if delayed is not None and rows is not None and columns is not None and rows == columns:
         codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
             x, dy, rows.fmt, delayed.scale, *rounding, power_of_two, router_dots
         )
@@ -180,7 +180,7 @@ def quantize_swiglu_operands(
             Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns)), dots
         )
     # The fused kernel writes one format in both layouts; granularities may differ.
-    if not writes_swiglu_codes(request.scheme, request.name, request.needs):
+    if rows is None or columns is None or not writes_swiglu_codes(request.scheme, request.name, request.needs):
         t, dots = activation_dots(x, dy, router_dots)
         return SwiGLUOperands(quantize_operands(t, request), dots)
     codes, scale, codes_t, scale_t, dots = quantize_swiglu(

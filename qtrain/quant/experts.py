@@ -44,7 +44,7 @@ class ExpertsFunction(torch.autograd.Function):
         needs_dx, needs_dweights, needs_dup, needs_ddown = (
             grad_enabled and needed for needed in ctx.needs_input_grad[:4]
         )
-        groups: TokenPermutation = up.groups
+        groups = up.groups
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         # Codes of the sorted rows [R, C] are computed from x [T, C] as it is read.

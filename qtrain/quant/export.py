@@ -27,7 +27,7 @@ def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return exported
 
 
-def exported_weight(linear: nn.Module) -> Tensor:
+def exported_weight(linear: nn.Linear | LowBitLinear) -> Tensor:
     """A linear's weight in high precision, the values that `output` multiplies with; of a deferred one its initial
     value."""
     if not isinstance(linear, LowBitLinear):
@@ -38,5 +38,5 @@ def exported_weight(linear: nn.Module) -> Tensor:
     if not scheme.latent:  # the master weight is what is trained; codes only approximate it
         return value.detach()
     if linear.reduce is not None:  # the scale is that of all processes, which the codes have
-        return linear.weight_codes.operands().rows.dequantize(value.dtype)
-    return quantize_weight(WeightRequest(scheme, value.detach(), None)).rows.dequantize(value.dtype)
+        return linear.weight_codes.operands().codes.dequantize(value.dtype)
+    return quantize_weight(WeightRequest(scheme, value.detach(), None)).codes.dequantize(value.dtype)

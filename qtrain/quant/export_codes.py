@@ -68,11 +68,11 @@ def trained_codes(linear: LowBitLinear) -> list[QuantizedTensor]:
         key = linear.weight_key if scheme.stochastic_rounding else None
         plain = value if isinstance(value, StoredWeight) else value.detach()
         rows = quantize_weight(WeightRequest(scheme, plain, key, linear.groups)).rows
-    if rows is not None and scheme.packed_weight is not None:
+    if isinstance(rows, QuantizedTensor) and scheme.packed_weight is not None:
         fmt = scheme.packed_weight
         rows = QuantizedTensor(pack(rows.codes, fmt.fmt), rows.scale, fmt)
-    found = [] if rows is None else [rows]
-    if isinstance(value, StoredWeight) and (rows is None or rows.format != value.quantized.format):
+    found = [rows] if isinstance(rows, QuantizedTensor) else []
+    if isinstance(value, StoredWeight) and value.quantized.format not in [codes.format for codes in found]:
         found.append(value.quantized)
     return [codes._replace(format=codes.format._replace(sum_dim=1)) for codes in found]
 
@@ -102,7 +102,7 @@ def take_rows(codes: QuantizedTensor, rows: Rows, wanted: OperandFormat) -> Quan
         scale = scale.reshape(len(scale), -1).view(torch.uint8 if scale.itemsize == 1 else scale.dtype)
         first = torch.arange(rows.start, rows.stop, down or max(n, 1), device=scale.device)  # of each wanted group
         left = torch.arange(0, k, across or max(k, 1), device=scale.device)
-        scale = scale[first // group[0]][:, left // (group[1] or max(k, 1))]
+        scale = scale[first // (group[0] or 1)][:, left // (group[1] or max(k, 1))]
     shape = scale_shape(wanted.granularity, n, k)
     # One scale per tensor is repeated to all groups.
     scale = (scale.expand(shape) if scale.numel() == 1 else scale.reshape(shape)).view(wanted.scale_dtype)

@@ -130,7 +130,7 @@ def multiply(
             return low_rank_mm(a.codes, b.codes, a.scale, b.scale, *low_rank, bias, fast_accum)
         return products_of(a.format, b.format).dense(a, b, dtype, bias, fast_accum)
     # dy in high precision, w stored in low bits.
-    if gemm == "grad_input" and isinstance(b, QuantizedTensor):
+    if gemm == "grad_input" and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
         b = _read_after(a, b)
     a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "output":

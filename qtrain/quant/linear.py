@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
@@ -87,6 +88,12 @@ class LowBitLinearFunction(torch.autograd.Function):
 class LowBitLinear(nn.Module):
     """Replaces an nn.Linear and keeps its parameters: `weight` and `bias` are the same objects."""
 
+    reduce: Reduce | MaybeNone
+    x_scale: Tensor
+    x_amax: Tensor
+    dy_scale: Tensor
+    dy_amax: Tensor
+
     def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, reduce: Reduce | None = None):
         """key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
         reduce: over the processes that hold the other parts of the weight; None: there are none."""
@@ -129,8 +136,8 @@ class LowBitLinear(nn.Module):
         return quantize_weight(request) if self.reduce is None else quantize_spanning_weights([request], self.reduce)[0]
 
     def _request(self, weight: Tensor, key: Tensor, reuse: ReuseBuffers | None) -> WeightRequest:
-        key = key if self.scheme.stochastic_rounding else None
-        return WeightRequest(self.scheme, weight, key, self.groups, reuse)
+        rounding_key = key if self.scheme.stochastic_rounding else None
+        return WeightRequest(self.scheme, weight, rounding_key, self.groups, reuse)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:

@@ -85,6 +85,12 @@ class QuantizedModel:
         delayed = [linear for linear in self.linears if linear.scheme.amax_history]
         self.amax = AmaxHistory(delayed) if delayed else None
 
+    def linear(self, name: str) -> LowBitLinear | nn.Linear:
+        """The linear of this name, swapped or left; the model keeps alive those that are left."""
+        linear = self.by_name().get(name) or self.left[name]()
+        assert linear is not None, name
+        return linear
+
     @property
     def needs_refresh(self) -> bool:
         """Whether `refresh` has anything to do after a step."""

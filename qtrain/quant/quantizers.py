@@ -98,6 +98,7 @@ def quantize_dual_layout(
     # Written into the previous codes: no allocation, no copy, and the addresses that CUDA graphs know.
     if reuse is not None and rows == columns:
         before, before_t = reuse.operands
+        assert isinstance(t, Tensor) and isinstance(before, QuantizedTensor) and isinstance(before_t, QuantizedTensor)
         memory = before.codes, before.scale, before_t.codes, before_t.scale
         codes, scale, codes_t, scale_t = quantize_dual_into(  # codes [M, K], codes_t [K, M]
             memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), reuse.amax

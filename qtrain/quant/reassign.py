@@ -43,8 +43,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
     for name in schemes:
         if name not in current:
             raise unknown_name("reassign", "linear", name, current)
-    # A linear that is not swapped is kept alive by the model alone.
-    linears = {name: before[name] if name in before else quantized.left[name]() for name in schemes}
+    linears = {name: quantized.linear(name) for name in schemes}
     shared = shared_weights(model)
     chosen = {
         name: _choose(current[name], linears[name], scheme, id(linears[name].weight) in shared, quantized)
@@ -87,7 +86,7 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
 
 
 def _choose(
-    current: LinearChoice, linear: nn.Module, scheme: Scheme, shared: bool, quantized: QuantizedModel
+    current: LinearChoice, linear: LowBitLinear | nn.Linear, scheme: Scheme, shared: bool, quantized: QuantizedModel
 ) -> LinearChoice:
     """The choice of a linear in another scheme. UserError where it cannot run in it."""
     if current.spec == spec_of(None if scheme.leaves_all else scheme):
@@ -107,7 +106,7 @@ def _choose(
     return choice
 
 
-def _plain(linear: nn.Module) -> nn.Linear:
+def _plain(linear: LowBitLinear | nn.Linear) -> nn.Linear:
     """A linear in high precision with the parameters of `linear`; itself if it is one."""
     if not isinstance(linear, LowBitLinear):
         return linear

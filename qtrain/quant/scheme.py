@@ -11,7 +11,8 @@ nothing. `execute.py` quantizes and multiplies by the declaration; the plan and 
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, get_args
+from dataclasses import Field
+from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from qtrain.tensors.quantized_tensor import OperandFormat
 
 class Scheme(ABC):
     """A choice of `--quantize`, or a map of such choices. One that is not a LowBitScheme swaps nothing itself."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     sub_norm: bool = False
     """Whether the input of every linear is normalized; a native decoder adds the norms that it lacks."""
@@ -54,11 +57,11 @@ class Scheme(ABC):
         """The scheme of linears that no rule of a map names."""
         return self
 
-    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> "Scheme":
+    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> Self:
         """The scheme of a linear of this shape; head: of a model's output head."""
         return self
 
-    def for_experts(self) -> "Scheme":
+    def for_experts(self) -> Self:
         """The scheme of a linear that holds the matrices of several experts."""
         return self
 
@@ -144,7 +147,7 @@ class LowBitScheme(Scheme):
     def gemm_dtypes(self) -> dict[Gemm, str]:
         return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
 
-    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> "LowBitScheme":
+    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> Self:
         """An output head rounds stochastically where it has integer codes of dy.
 
         The gradient of logits is -1 at the label and close to 0 elsewhere. Rounded to nearest, with a step of 1/127 of
@@ -160,7 +163,7 @@ class LowBitScheme(Scheme):
         # Of stored weights it is no field, and `activations` has no word for some of the GEMMs.
         return self.derived(stochastic_rounding=(*others, *nearest))
 
-    def derived(self, **attributes: Any) -> "LowBitScheme":
+    def derived(self, **attributes: Any) -> Self:
         """A copy with other values of attributes that need not be fields, which `dataclasses.replace` cannot give."""
         changed = copy.copy(self)
         for name, value in attributes.items():

@@ -109,8 +109,8 @@ def scheme_of(spec: Any, flag: str) -> Scheme:
 
 def with_overrides(overrides: Mapping[str, Any] | None, default: Scheme) -> Scheme:
     """`default` with the rules of --quantize_overrides; itself without any. Raises UserError."""
-    known = {scheme: scheme for scheme in default.parts() if isinstance(scheme, LowBitScheme)}
-    rules = []
+    known: dict[Scheme, Scheme] = {scheme: scheme for scheme in default.parts() if isinstance(scheme, LowBitScheme)}
+    rules: list[tuple[str, Scheme]] = []
     for pattern, spec in (overrides or {}).items():
         scheme = _checked(scheme_of(spec, f"{FLAG} ({pattern})"), f"{FLAG} ({pattern})", default)
         # Equal schemes are one object: compiled layers then share their code without comparing options.

@@ -54,8 +54,8 @@ def quantize_linears(
     of which other processes hold other parts, by name. one_weight_layout: keep one layout of weights' codes, where the
     other follows from it (`weight_codes.in_one_layout`).
     """
-    if scheme.root.sub_norm and hasattr(model, "add_sub_norms"):
-        model.add_sub_norms("--quantize")
+    if scheme.root.sub_norm and (add_sub_norms := getattr(model, "add_sub_norms", None)) is not None:
+        add_sub_norms("--quantize")
     device = next(model.parameters()).device
     linears = find_linears(model)
     choices = choose_linears(
@@ -102,19 +102,19 @@ def swap(linear: nn.Linear, choice: LinearChoice, quantized: QuantizedModel) -> 
         if scheme.stored_format is not None and not isinstance(plain.data, StoredWeight):
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
-        swapped = LowBitLinear(linear, scheme, key, part and part.reduce).train(linear.training)
+        swapped = LowBitLinear(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
     # The parameter of codes replaces the lazy one: it needs an initializer of its own.
-    if is_lazy(plain) and linear.weight is not plain:
+    if (stored_format := scheme.stored_format) is not None and is_lazy(plain) and linear.weight is not plain:
 
         def stored_value() -> StoredWeight:
             codes = _existing_codes(plain, scheme, choice.name)
-            return StoredWeight.from_value(initial_value(plain), scheme.stored_format) if codes is None else codes
+            return StoredWeight.from_value(initial_value(plain), stored_format) if codes is None else codes
 
         make_lazy(linear.weight, stored_value)
     return swapped
 
 
-def _existing_codes(weight: nn.Parameter, scheme: LowBitScheme, name: str) -> StoredWeight | None:
+def _existing_codes(weight: Tensor, scheme: LowBitScheme, name: str) -> StoredWeight | None:
     """The codes that a lazy weight has already in the format that the scheme stores. UserError for a scheme that keeps
     those of a checkpoint, where the weight has none."""
     codes = None if scheme.stored_format is None else existing_codes(weight, scheme.stored_format)

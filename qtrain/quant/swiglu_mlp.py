@@ -10,11 +10,12 @@ of `gate_up` kept in 8 bits, the activation computed again from it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.quantize.keep_8bit import FORMAT, GRANULARITY, keep_8bit, restore_8bit
@@ -57,7 +58,7 @@ class NeedsGradient(NamedTuple):
 class MLPSaved(NamedTuple):
     """What `mlp_backward` needs of `mlp_forward`. operands: for `save_operands`."""
 
-    operands: Sequence[Operand | None]
+    operands: Sequence[Any]
     rowwise: RowwiseMLP | None
     up: LinearArguments
     down: LinearArguments
@@ -120,10 +121,10 @@ def mlp_forward(
 class MLPGradients(NamedTuple):
     """What backward computes: the gradients that are needed."""
 
-    x: Tensor | None
-    up: Tensor | None
-    down: Tensor | None
-    router_dots: Tensor | None
+    x: Tensor | MaybeNone
+    up: Tensor | MaybeNone
+    down: Tensor | MaybeNone
+    router_dots: Tensor | MaybeNone
     """`router_dots_ref` of the activation's gradient, if they are wanted."""
 
 

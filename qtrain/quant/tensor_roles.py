@@ -4,13 +4,14 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three GEMMs of a linear (`scheme.py`)."""
 
-FormatPair = tuple[OperandFormat | None, OperandFormat | None]
+FormatPair = tuple[OperandFormat | MaybeNone, OperandFormat | MaybeNone]
 """The formats of two operands; None: high precision, or not needed."""
 
 TensorName = Literal["x", "w", "dy"]
@@ -22,7 +23,7 @@ READERS: dict[TensorName, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
 }
 """The GEMMs that read a tensor along its rows and along its columns, and as which of their two operands."""
 
-HIGH_PRECISION = (None, None)
+HIGH_PRECISION: FormatPair = (None, None)
 """The operand formats of a GEMM that runs in the weights' dtype."""
 
 

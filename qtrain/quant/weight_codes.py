@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES, unpack
 from qtrain.kernels.numerics.philox import NEAREST
@@ -34,6 +35,7 @@ class WeightCodes(nn.Module):
     """The operands of `output` and `grad_input` in non-persistent buffers, whose addresses CUDA graphs rely on."""
 
     FIELDS = ("codes", "scale", "tensor_scale")
+    output_codes: Tensor
 
     def __init__(self, operands: Operands, version: int):
         super().__init__()
@@ -104,7 +106,7 @@ def scales_by_amax(scheme: LowBitScheme) -> bool:
     return rows.granularity == "tensorwise" and rows.fmt in EIGHT_BITS
 
 
-def spanning_format(scheme: LowBitScheme) -> OperandFormat | None:
+def spanning_format(scheme: LowBitScheme) -> OperandFormat | MaybeNone:
     """The format whose scale covers all of a weight, other processes' parts of it too; None: there is none."""
     if scheme.stored_format is not None:
         return None
@@ -199,7 +201,7 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
     row, a column or a block, are those of the part: equal to the whole's where no cut crosses them, else finer."""
     formats = [spanning_format(request.scheme) for request in requests]
     statistics = [
-        tensor_statistic(request.weight, fmt, request.reuse and request.reuse.amax)
+        tensor_statistic(request.weight, fmt, None if request.reuse is None else request.reuse.amax)
         for request, fmt in zip(requests, formats, strict=True)
     ]
     found = []

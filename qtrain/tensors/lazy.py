@@ -10,7 +10,7 @@ built, swapped and sharded as any other, and whoever quantizes or shards it asks
 import contextlib
 from collections.abc import Callable, Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qtrain.tensors.stored_weight import StoredWeight
@@ -32,7 +32,7 @@ def plain_tensors(p: Tensor) -> list[Tensor]:
     return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
 
 
-def make_lazy(p: nn.Parameter, make: Callable[[], Tensor], stored: StoredInitializer | None = None) -> None:
+def make_lazy(p: Tensor, make: Callable[[], Tensor], stored: StoredInitializer | None = None) -> None:
     """Free the memory of `p`. make: returns its value, in new memory; stored: in codes that exist already."""
     for tensor in plain_tensors(p):
         tensor.untyped_storage().resize_(0)
@@ -57,13 +57,13 @@ def existing_codes(p: Tensor, format: str) -> StoredWeight | None:
     return None if stored is None else stored(format)
 
 
-def drop_initializer(p: nn.Parameter) -> None:
+def drop_initializer(p: Tensor) -> None:
     """Drop the initializer; the shards hold the value now."""
     _initializers.pop(p, None)
     _stored_initializers.pop(p, None)
 
 
-def materialize(p: nn.Parameter) -> None:
+def materialize(p: Tensor) -> None:
     """Allocate a lazy parameter and give it its value; others are left alone."""
     if not is_lazy(p):
         return
@@ -80,7 +80,7 @@ def allocate(tensor: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def with_zeros(p: nn.Parameter) -> Iterator[None]:
+def with_zeros(p: Tensor) -> Iterator[None]:
     """Inside, a lazy plain parameter has memory and is zero; others are left alone."""
     if not is_lazy(p):
         yield

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 from qtrain.kernels.quantize.nf4 import dequantize_nf4
 
@@ -42,7 +43,7 @@ class QuantizedTensor(NamedTuple):
     scale: Tensor
     """One scale per group, shaped as `scale_shape`, in `format.scale_dtype`."""
     format: OperandFormat
-    tensor_scale: Tensor | None = None
+    tensor_scale: Tensor | MaybeNone = None
     """fp32 [1], where block scales are low-bit themselves (NVFP4)."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -71,8 +72,14 @@ class Operands(NamedTuple):
     None: that GEMM does not run or, of a weight, reads the weight itself.
     """
 
-    rows: Operand | None
-    columns: Operand | None
+    rows: Operand | MaybeNone
+    columns: Operand | MaybeNone
+
+    @property
+    def codes(self) -> QuantizedTensor:
+        """`rows`, of a tensor that is quantized."""
+        assert isinstance(self.rows, QuantizedTensor)
+        return self.rows
 
 
 Layout = OperandFormat | None
@@ -94,7 +101,7 @@ def flatten_operands(operands: Sequence[Operand | None]) -> tuple[list[Tensor | 
     return tensors, layouts
 
 
-def unflatten_operands(tensors: Sequence[Tensor | None], layouts: Sequence[Layout]) -> list[Operand | None]:
+def unflatten_operands(tensors: Sequence[Tensor | MaybeNone], layouts: Sequence[Layout]) -> list[Operand | None]:
     """The inverse of `flatten_operands`."""
     operands: list[Operand | None] = []
     for i, layout in enumerate(layouts):

@@ -20,6 +20,7 @@ every update smaller than half a code (Gupta et al. 2015, arXiv:1502.02551). An 
 is an error: it would change a dequantized temporary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class StoredWeight(Tensor, LowBitWeight):
 
     def __init__(self, codes: Tensor, scale: Tensor, format: str, shape: torch.Size, dtype: torch.dtype):
         self.codes, self.scale, self.format = codes, scale, format
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "StoredWeight":
+        """The same weight with its codes and scale, as `inner` has them, elsewhere."""
+        codes, scale = tensors
+        return StoredWeight(codes, scale, self.format, self.shape, self.dtype)
 
     @classmethod
     def from_value(cls, value: Tensor, format: str) -> "StoredWeight":

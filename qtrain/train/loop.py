@@ -142,7 +142,7 @@ class Training:
                 deadline = STARTED + 3600 * (math.inf if settings.max_hours is None else settings.max_hours)
                 stop = StopSignals(collective=run.parallel.mesh.world > 1, deadline=deadline)
                 stack.enter_context(stop)
-                status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
+                status = stack.enter_context(StatusLine(settings.steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(self._profiler())
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
@@ -208,7 +208,7 @@ class Training:
         self._enter_phase()
         batches, positions = zip(*self._next_batches(), strict=True)
         self.health.before_step(batches, state.step + 1)
-        lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
+        lr = settings.lr * self.schedule.factor(state.step, settings.steps)
         # The backward pass below updates the weights itself.
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
@@ -465,7 +465,7 @@ class Training:
             log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
         for prompt, continuation in found.get("samples", ()):
             log.info("step %d: sample: %s [>] %s", state.step, prompt, continuation)
-        if self._ended and state.step < run.settings.n_steps:
+        if self._ended and state.step < run.settings.steps:
             since = f"{state.evals_since_best} evaluations without a lower loss than {state.best_eval_loss:.4f}"
             log.info("step %d: --early_stopping: %s, of step %d", state.step, since, state.best_step)
 
@@ -490,7 +490,7 @@ class Training:
         if not math.isfinite(gradients.loss):
             what, value = "loss", gradients.loss
         updated = self.in_backward is not None
-        tensor = self.in_backward.first_nonfinite() if updated else self._first_nonfinite()
+        tensor = self._first_nonfinite() if self.in_backward is None else self.in_backward.first_nonfinite()
         self._settle_save()
         step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
         return nonfinite(step, what, value, tensor, last_good, updated=updated)

@@ -160,6 +160,7 @@ class SpikeGuard:
         except UserError as error:
             raise TrainingStopped(f"step {step}: {spike}; --on_spike rewind cannot go back: {error}") from None
         # The steps after it are trained again, and would be in the window twice.
+        assert self._detector is not None  # it found the spike
         self._detector.forget_after(run.state.step)
         self._note(step, spike, "rewind")
         back = f"back to step {run.state.step} ({path}), and on with the data after this batch"

@@ -154,13 +154,14 @@ class ChatRenderer(Renderer):
         return found
 
     def _render(self, messages: Sequence[Mapping[str, str]], open_answer: bool) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
+        render: Any = chat_template_utils.render_jinja_template
         if not messages and not open_answer:
             return ""
         try:
             with time_limit(RENDER_SECONDS):
-                rendered, _ = render_jinja_template(
+                rendered, _ = render(
                     [list(messages)], chat_template=self._template, add_generation_prompt=open_answer, **self._tokens
                 )
         except TimeIsUp:

@@ -128,10 +128,12 @@ class ExampleStream(Stream):
     ):
         self._reader, self._renderer, self._tokenizer = reader, renderer, tokenizer
         self._ctx, self._options, self._flag = ctx, options, flag
-        self._fixed = {"shards": reader.shards, "window": options.window, "seq_len": ctx.seq_len, "seed": ctx.seed}
+        assert tokenizer.eos_id is not None  # `checked_tokenizer` refuses one without
+        self._end_id = tokenizer.eos_id
+        fixed = {"shards": reader.shards, "window": options.window, "seq_len": ctx.seq_len, "seed": ctx.seed}
         share = edges(options.part, options.validation_fraction)
         self.reads = [Extent(source, *share) for source in reader.source.sources()]
-        self._fixed |= {"multiple": ctx.seq_len_multiple, "part": options.part}
+        self._fixed: dict[str, Any] = {**fixed, "multiple": ctx.seq_len_multiple, "part": options.part}
         if ctx.seq_len_multiple and ctx.seq_len % ctx.seq_len_multiple:
             raise UserError(
                 f"--seq_len_multiple: {ctx.seq_len_multiple} does not divide --seq_len {ctx.seq_len}; give one that "
@@ -212,9 +214,9 @@ class ExampleStream(Stream):
             return [], after, counts
         # Shuffled below by group: samples of one micro-batch keep a similar length.
         if ctx.seq_len_multiple:
-            groups = pad_examples(examples, ctx.seq_len_multiple, ctx.micro_batch_size, self._tokenizer.eos_id)
+            groups = pad_examples(examples, ctx.seq_len_multiple, ctx.micro_batch_size, self._end_id)
         else:
-            groups = [[sample] for sample in pack_examples(examples, ctx.seq_len, self._tokenizer.eos_id)]
+            groups = [[sample] for sample in pack_examples(examples, ctx.seq_len, self._end_id)]
         order = range(len(groups))
         if ctx.shuffle:
             # keyed by where the window starts: any window can be made without those before it
@@ -244,7 +246,7 @@ class ExampleStream(Stream):
     def _example(self, segments: Sequence[Segment], encoded: Sequence[list[int]]) -> Example:
         """The ids of an example's segments, between the begin token, if asked for, and the end token."""
         begin = [self._tokenizer.bos_id] if self._options.begin_token and self._tokenizer.bos_id is not None else []
-        end = [self._tokenizer.eos_id] if self._renderer.needs_end_token(segments) else []
+        end = [self._end_id] if self._renderer.needs_end_token(segments) else []
         everything = self._options.train_on_all
         stretches = [(begin, everything), *zip(encoded, (s.trained or everything for s in segments), strict=True)]
         # Without it a model would never stop.

@@ -8,7 +8,7 @@ resumed, and does not change the model's own draws (dropout).
 import contextlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -120,13 +120,13 @@ class ImageTransform:
         try:
             # Some transforms draw when they are made.
             with restored_generators():
-                self._transform: Callable[[Image.Image], Tensor] = create_transform(**options)
+                self._transform: Any = create_transform(**options)
         except (AssertionError, KeyError, ValueError, IndexError, AttributeError, NotImplementedError):
             policy = shown(self.policy)
             raise UserError(
                 f"{flag}.auto_augment: timm does not know the policy {policy}; for example 'rand-m9-mstd0.5-inc1'."
             ) from None
-        for step in self._transform.transforms:
+        for step in getattr(self._transform, "transforms", ()):
             for operation in _operations(step):
                 if operation.name.startswith("Posterize"):  # the only operation whose strongest level Pillow refuses
                     operation.aug_fn = _posterize

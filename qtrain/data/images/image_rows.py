@@ -32,7 +32,7 @@ class _Rows(Images):
         self._rows = rows.select_columns([image_column])
         self._column, self._what, self._flag = image_column, what, flag
         # All labels at once, without decoding an image.
-        values = rows.with_format("arrow").select_columns([label_column])[:][label_column]
+        values: Any = rows.with_format("arrow").select_columns([label_column])[:][label_column]
         if values.null_count:
             raise UserError(f"{flag}: the column {label_column!r} of {what} has rows without a label.")
         values = values.to_numpy()  # int64 or objects [rows]

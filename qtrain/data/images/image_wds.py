@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -49,6 +50,7 @@ class _Tars(Images):
 class WebDataset(ImageSet):
     """Web dataset: tar files of images, each with a .cls file (or a .json file with "label"); local, or of the hub"""
 
+    # pyrefly: ignore[bad-assignment]  # a default that nobody can change; JSON knows lists alone
     paths: str | list[str] = ()
     """local tar files or globs"""
     dataset: str | None = None
@@ -61,7 +63,9 @@ class WebDataset(ImageSet):
     def open(self, flag: str) -> Images:
         if (self.dataset is None) == (not self.paths):
             raise UserError(f"{flag}: give either paths or dataset.")
-        files = [*map(Path, match_globs(self.paths, flag))] if self.dataset is None else self._hub_files(flag)
+        files = (
+            [*map(Path, match_globs(self.paths, flag))] if self.dataset is None else self._hub_files(self.dataset, flag)
+        )
         names = None
         if self.classes is not None:
             try:
@@ -81,17 +85,17 @@ class WebDataset(ImageSet):
         table = np.array(rows, np.int64)  # [images, 4]: file, offset, size, label
         return _Tars(files, table[:, :3].copy(), table[:, 3].copy(), names, flag)
 
-    def _hub_files(self, flag: str) -> list[Path]:
+    def _hub_files(self, dataset: str, flag: str) -> list[Path]:
         from huggingface_hub import HfApi
 
-        with reaching_hub(flag, f"the dataset {self.dataset!r}", FIX):
-            names = HfApi().list_repo_files(self.dataset, repo_type="dataset")
+        with reaching_hub(flag, f"the dataset {dataset!r}", FIX):
+            names = HfApi().list_repo_files(dataset, repo_type="dataset")
         tars = [name for name in names if name.endswith(".tar")]
         chosen = sorted(name for name in tars if self.split in name)
         if not chosen:
             words = {word for name in tars for word in Path(name).stem.split("-") if not word.isdigit()}
-            raise unknown_name(flag, f"split of {self.dataset!r}", self.split, words)
-        return [hub_file(self.dataset, name, flag, FIX, repo_type="dataset") for name in chosen]
+            raise unknown_name(flag, f"split of {dataset!r}", self.split, words)
+        return [hub_file(dataset, name, flag, FIX, repo_type="dataset") for name in chosen]
 
 
 def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
@@ -108,7 +112,8 @@ def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
                 if dot + ending.lower() in ENDINGS:
                     images[stem] = (member.offset_data, member.size)
                 elif ending == "cls" or (ending == "json" and stem not in labels):
-                    label = _label(tar.extractfile(member).read(), ending)
+                    contents: Any = tar.extractfile(member)  # None only of what is no file
+                    label = _label(contents.read(), ending)
                     if label is not None:
                         labels[stem] = label
             with path.open("rb") as file:

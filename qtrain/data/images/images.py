@@ -134,7 +134,7 @@ def load_pixels(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode in ("1", "L") else "RGB")
 
 
-def _frames(image: Image.Image) -> int:
+def _frames(image: Any) -> int:
     """Frames or pages. A camera's second JPEG (MPO) and a TIFF's overviews and masks are not counted."""
     if image.format == "MPO" or not getattr(image, "is_animated", False):
         return 1
@@ -156,6 +156,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 def _over_white(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
-    if image.getextrema()[3] == (255, 255):  # opaque: no blending, which would round
+    extrema: Any = image.getextrema()
+    if extrema[3] == (255, 255):  # opaque: no blending, which would round
         return image.convert("RGB")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

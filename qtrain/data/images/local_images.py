@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -114,7 +114,7 @@ class Digits(ImageSet):
             from sklearn.datasets import load_digits
         except ImportError:
             raise missing_package("sklearn", f"{flag} sklearn:digits", "scikit-learn") from None
-        digits = load_digits()
+        digits: Any = load_digits()
         # Key 0, not the run's seed: the held-out images are the same in every run.
         order = Permutation(len(digits.target), 0).all()
         chosen = order[:HELD_OUT] if self.split == "validation" else order[HELD_OUT:]

@@ -23,7 +23,8 @@ Document = str | tuple[str, str]
 class Render(Protocol):
     """Makes a row of `columns` into a prompt and its answer (`examples.instruct_dataset.Template`)."""
 
-    columns: tuple[str, ...]
+    @property
+    def columns(self) -> tuple[str, ...]: ...
 
     def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]: ...
 
@@ -32,7 +33,9 @@ class Corpus(Protocol):
     """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed.
     `max_tokens`: how many tokens of it are meant; 0: all. `notes`: lines for the user."""
 
-    n_documents: int | None
+    @property
+    def n_documents(self) -> int | None: ...
+
     fingerprint: str
     max_tokens: int
     notes: list[str]
@@ -69,7 +72,7 @@ class LocalCorpus:
             ]
         self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
         at = check_fields(_LocalState, state, "manifest.json: cursor.source")["document"] if state else 0
         while at < self.n_documents:
             start, texts, characters = at, [], 0

@@ -19,6 +19,7 @@ import numpy as np
 
 from qtrain.core.checks import json_type
 from qtrain.core.errors import UserError, first_line
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
 from qtrain.data.files import TextFile, format_of
 from qtrain.data.hub_rows import missing_column, valid_unicode
@@ -42,7 +43,7 @@ class Block:
 
     file: TextFile
     count: int
-    starts: np.ndarray | None = None  # int64 [count + 1], .jsonl: where each line starts, and the end of the last
+    starts: np.ndarray | MaybeNone = None  # int64 [count + 1], .jsonl: where each line starts, and the end of the last
     row_group: int | None = None  # .parquet
     cached: bool = False  # read through the cache of decoded rows
     decoded_bytes: int = 0  # their size there; 0 of an .arrow file, whose memory the system manages

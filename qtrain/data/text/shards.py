@@ -203,7 +203,7 @@ class TokenArray:
             file.seek(offset)
             # A read may return less than asked for, as over a network.
             while size == shard.size and read < items.nbytes:
-                n = file.readinto(memoryview(items).cast("B")[read:])
+                n = file.readinto(items.data.cast("B")[read:])
                 if not n:  # truncated since fstat
                     size = offset + read
                 read += n

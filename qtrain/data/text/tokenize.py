@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -159,7 +159,7 @@ def check_finished_shards(folder: Path, manifest: Manifest) -> None:
 
 def encode_chunks(
     corpus: Corpus, tokenizer: Tokenizer, state: dict[str, Any] | None, dtype: np.dtype, n_procs: int
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """The corpus from `state` on, encoded by `n_procs` processes, in the order of the corpus."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
     # Forked where that is safe: a fresh interpreter takes seconds to import the same modules.

@@ -87,7 +87,8 @@ def _set_text_rules(backend: Any, normalizer: dict[int, Any], escaped: bool) -> 
     """Set the backend's normalizer as NormalizerSpec says, and the inverse decoder."""
     from tokenizers import Regex, decoders, normalizers
 
-    before, after = [], [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    before: list[Any] = []
+    after: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if normalizer.get(2):
         before.append(normalizers.Precompiled(normalizer[2]))
     if normalizer.get(4, 1):  # remove_extra_whitespaces

@@ -201,7 +201,7 @@ def imprecise(a: Tensor, t: Tiling, fast_accum: bool) -> int | None:
 
 def scales_rows(scales: tuple[Tensor, Tensor] | None) -> tuple[bool, bool]:
     """ROWS of `scale_tile`: one scale of a tensor is a scalar load; one per row a vector."""
-    return tuple(scale.numel() > 1 for scale in scales) if scales else (False, False)
+    return (scales[0].numel() > 1, scales[1].numel() > 1) if scales else (False, False)
 
 
 BLOCK = 128

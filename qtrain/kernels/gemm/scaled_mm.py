@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def sum_over_spans(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Te
     k = a.shape[1]
     if k <= LONGEST_EXACT_K:
         return multiply(a, b).float()
-    return sum(multiply(a[:, i : i + SPAN], b[:, i : i + SPAN]).float() for i in range(0, k, SPAN))
+    total: Any = sum(multiply(a[:, i : i + SPAN], b[:, i : i + SPAN]).float() for i in range(0, k, SPAN))
+    return total
 
 
 def _scale_total(

@@ -84,9 +84,9 @@ def k_grouped_blockwise_mm_ref(
     """A [N, R], B [K, R] -> [E * N, K]: `blockwise_mm_ref` of each group's columns."""
     along, sums = BLOCKS[block_a][1], []
     for e in range(starts.shape[0] - 1):
-        own = [own_columns(t, starts, e) for t in (a, b)]  # [N, rows of e], [K, rows of e]
+        own_a, own_b = (own_columns(t, starts, e) for t in (a, b))  # [N, rows of e], [K, rows of e]
         scales = [own_columns(t, starts, e, along) for t in (scale_a, scale_b)]
-        sums.append(blockwise_mm_ref(*own, *scales, block_a, block_b, out_dtype))
+        sums.append(blockwise_mm_ref(own_a, own_b, scales[0], scales[1], block_a, block_b, out_dtype))
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
 
 

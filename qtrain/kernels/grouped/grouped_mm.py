@@ -55,7 +55,7 @@ def k_grouped_mm_ref(
     groups = starts.shape[0] - 1
     scales_a, scales_b = (s.view(groups, -1) if s.numel() > 1 else s.expand(groups, 1) for s in (scale_a, scale_b))
     sums = [
-        scaled_mm_ref(*(own_columns(t, starts, e) for t in (a, b)), scales_a[e], scales_b[e], out_dtype)
+        scaled_mm_ref(own_columns(a, starts, e), own_columns(b, starts, e), scales_a[e], scales_b[e], out_dtype)
         for e in range(groups)
     ]
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)

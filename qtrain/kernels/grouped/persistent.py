@@ -288,6 +288,7 @@ def launch_k_grouped(
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     if a.dtype == torch.int8 and a.shape[1] > SPAN:  # a group may have more rows than int32 holds products of
+        assert scales is not None
         launch_long_sums(a, b, out, starts, scales)
     return out
 

@@ -287,10 +287,10 @@ def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim:
     """How many CTAs to launch, and the kernels' tile."""
     block = triton.next_power_of_2(head_dim // 2)
     rows = max(1, ELEMENTS // (2 * block))
-    per_tile = [min(rows, count & -count) for count in heads]  # the largest power of two that divides the heads
+    q_heads, k_heads = (min(rows, count & -count) for count in heads)  # the largest power of two that divides the heads
     # At most a CTA for each tile of q or of k, whichever has more.
-    ctas = min(triton.cdiv(tokens * max(per_tile), rows), per_sm * sm_count(device))
-    return ctas, _Tile(*heads, *per_tile, head_dim, rows, block)
+    ctas = min(triton.cdiv(tokens * max(q_heads, k_heads), rows), per_sm * sm_count(device))
+    return ctas, _Tile(*heads, q_heads, k_heads, head_dim, rows, block)
 
 
 def launch_qk_norm_rope(
@@ -343,7 +343,7 @@ def _qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     if not qkv.is_cuda or forced() == "ref":
         return qk_norm_rope_ref(qkv, q_weight, k_weight, cos, sin, heads, eps)
-    return launch_qk_norm_rope(*_contiguous(qkv, q_weight, k_weight, cos, sin), heads, eps)
+    return launch_qk_norm_rope(*_contiguous(qkv, q_weight, k_weight, cos, sin), heads=heads, eps=eps)
 
 
 def _empty_qk_norm_rope_backward(qkv, q_weight):
@@ -359,7 +359,7 @@ def _qk_norm_rope_backward(
     if not qkv.is_cuda or forced() == "ref":
         return qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
     grads = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
-    return launch_qk_norm_rope_backward(*grads, *_contiguous(qkv, q_weight, k_weight, cos, sin), eps)
+    return launch_qk_norm_rope_backward(*grads, *_contiguous(qkv, q_weight, k_weight, cos, sin), eps=eps)
 
 
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,11 +9,14 @@ bits. A row whose length is not a multiple of the packing is padded with codes o
 in -7..7, ternary in -1..1: unpacking is a left shift and an arithmetic right shift.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from qtrain.core.maybe_none import MaybeNone
 
 SCALE_EPS = 1e-12
 """The smallest scale, that of a group of zeros."""
@@ -27,9 +30,9 @@ class Format:
     dtype: torch.dtype
     max: float  # the largest code's value
     packing: int = 1
-    mantissa_bits: int | None = None  # None for integers
+    mantissa_bits: int | MaybeNone = None  # None for integers
     exponent_bias: int = 0
-    values: tuple[float, ...] | None = None
+    values: tuple[float, ...] | MaybeNone = None
     """The value of each code where codes are indices; such formats have quantizers of their own (nvfp4.py, nf4.py)."""
 
     @property
@@ -66,7 +69,7 @@ LINEAR_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.values is Non
 EIGHT_BITS = tuple(fmt.name for fmt in FORMATS.values() if fmt.packing == 1)
 """Formats of one code per byte."""
 
-GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
+GRANULARITIES: dict[str, tuple[int | MaybeNone, int | MaybeNone]] = {
     "tensorwise": (None, None),
     "rowwise": (1, None),
     "1x128": (1, 128),
@@ -165,7 +168,7 @@ MX_GROUP = 32
 """Elements along K that share a scale in the OCP microscaling (MX) formats."""
 
 
-def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Tensor:
+def expand_scale(scale: Tensor, granularity: str, shape: Sequence[int]) -> Tensor:
     """One scale per group (`scale_shape`) -> a tensor that broadcasts with [M, K] = shape."""
     if granularity == "tensorwise":
         return scale
@@ -177,7 +180,7 @@ def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Ten
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, fmt: str, granularity: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32
+    codes: Tensor, scale: Tensor, fmt: str, granularity: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """codes and scale of a matrix of this shape, as `quantize` returns them -> values [M, K] in dtype, rounded once."""
     return (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)).to(dtype)

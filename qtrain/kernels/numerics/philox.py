@@ -159,7 +159,7 @@ class Rounding(NamedTuple):
 
     def bits(self, shape: torch.Size | tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         """16 random bits per element, int32 [M, K] = shape, for row codes and for column codes; None: nearest even."""
-        if self.row_key is None and self.column_key is None:
+        if self.key is None or not (self.rows or self.columns):
             return None, None
         bits = random_bits_ref(shape, self.key, self.role)
         return (bits if self.rows else None), (bits if self.columns else None)

@@ -137,7 +137,7 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
         torch._foreach_add_([slot.step for slot in slots], 1)
         torch._fused_adamw_(
             [slot.weight.detach() for slot in slots],
-            [grads[i] for i in indices],
+            [grad for i in indices if (grad := grads[i]) is not None],
             [slot.states[0][1]["value"] for slot in slots],
             [slot.states[1][1]["value"] for slot in slots],
             [],
@@ -202,8 +202,8 @@ def _update_ref(
     bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by multiplier
     # Not strict: a rule may have one state, or none.
     for (format, tensors), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
-        stochastic = bits is not None and is_stochastic(format, sr)
-        for name, tensor in quantize_state(value, format, bits[mix] if stochastic else None).items():
+        drawn = bits[mix] if bits is not None and is_stochastic(format, sr) else None
+        for name, tensor in quantize_state(value, format, drawn).items():
             tensors[name].copy_(tensor)
     if stored:
         weight.store_(p, key, UPDATE_ROLE)

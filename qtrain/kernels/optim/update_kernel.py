@@ -292,6 +292,7 @@ def update_kernel(
         if SR_WEIGHT or STORED:
             bits = random_halves(rng_words, number, 1, ALIGNED, False, CODE.ptx)
         if STORED:
+            # pyrefly: ignore[missing-attribute]  # a tensor, which was drawn above
             noise = (bits.to(tl.float32) + 0.5) * (1.0 / 65536.0)  # above 0 and below 1: a whole number stays
             if WEIGHT == "int8":
                 _store_int8_weight(p, noise, p_address, scales, group, limit, ALIGNED, CODE.ptx)

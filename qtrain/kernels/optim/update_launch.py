@@ -37,8 +37,9 @@ class _Launch:
     constants: dict[str, object]
 
 
-ELEMENTS_A_THREAD = 8
-TILE, LOOPS = 256, 16
+ELEMENTS_A_THREAD: int = 8
+TILE: int = 256
+LOOPS: int = 16
 """Elements of a tile, tiles per CTA."""
 REGISTERS = 64
 """Per thread, for 32 resident warps per SM: a memory-bound kernel wants occupancy."""
@@ -161,7 +162,7 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     tile, loops = max(TILE, block), LOOPS
     if kind == "int8":  # a scale per row: the tile is the row
         tile, loops = max(triton.next_power_of_2(length), block), 1
-    tensors = [weight.codes if stored else weight.detach()]
+    tensors: list[Tensor | None] = [weight.codes if stored else weight.detach()]
     for state in [dict(state) for _, state in slot.states] + [{}] * (2 - len(slot.states)):  # {}: addresses of 0
         tensors += [state.get("codes", state.get("value")), state.get("scale")]
     tensors.append(weight.scale if stored else slot.master)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat
 
@@ -70,7 +71,7 @@ class Slot:
     """fp32 or bf16, contiguous, or a LowBitWeight."""
     states: tuple[tuple[StateFormat, dict[str, Tensor]], ...] = ()
     """(format, its tensors) in the rule's order."""
-    step: Tensor | None = None
+    step: Tensor | MaybeNone = None
     """fp32 scalar, the updates so far; replaced by a view of the shared counters."""
     number: int = 0
     """The tensor number of the random bits."""

@@ -338,6 +338,7 @@ def launch_dual_bf16x2(
         codes, scale, codes_t, scale_t = out
     grouped = groups is not None
     if grouped:
+        assert source_t is not None
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
     code = DualCode(
         **vars(encoding(fmt, x.device, power_of_two)),

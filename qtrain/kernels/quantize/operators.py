@@ -178,7 +178,7 @@ def quantize_dual(
         column_codes = launch_tiled(
             x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t, groups=column_groups
         )
-        return *row_codes, *column_codes
+        return row_codes[0], row_codes[1], *column_codes
     return launch_tiled(
         x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t, groups=column_groups
     )

@@ -6,6 +6,8 @@ an Inf has a NaN or Inf scale and codes of zero, so that products with it are Na
 NaN, and everything else saturates.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,20 +54,20 @@ def amax_ref(x: Tensor, granularity: str) -> Tensor:
 
 
 def scale_from_amax_ref(
-    amax: Tensor, fmt: str, granularity: str, shape: tuple[int, int], power_of_two: bool = False
+    amax: Tensor, fmt: str, granularity: str, shape: Sequence[int], power_of_two: bool = False
 ) -> Tensor:
     """Absmax of each group of a matrix of this shape -> scales; a power of two where that is wanted."""
     # A product with the reciprocal, as on the GPU: CUDA compiles a division by a constant to one.
     return _laid_out(amax * (1 / FORMATS[fmt].max), granularity, shape, power_of_two)
 
 
-def _laid_out(scale: Tensor, granularity: str, shape: tuple[int, int], power_of_two: bool) -> Tensor:
+def _laid_out(scale: Tensor, granularity: str, shape: Sequence[int], power_of_two: bool) -> Tensor:
     scale = scale.clamp(min=SCALE_EPS)
     if power_of_two:
         bits = scale.view(torch.int32)
         raised = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scale = torch.where(scale.isfinite(), raised, scale)
-    return empty_scale(granularity, *shape, scale).copy_(scale.reshape(scale_shape(granularity, *shape)))
+    return empty_scale(granularity, shape[0], shape[1], scale).copy_(scale.reshape(scale_shape(granularity, *shape)))
 
 
 def quantize_ref(
@@ -138,7 +140,7 @@ def _groups(x: Tensor, granularity: str) -> Tensor:
     return x.reshape(down, group_m, across, group_k)
 
 
-def _mean_abs(groups: Tensor, shape: tuple[int, int]) -> Tensor:
+def _mean_abs(groups: Tensor, shape: Sequence[int]) -> Tensor:
     """Mean |x| of each group of a matrix of this shape; padding is not counted."""
     down, group_m, across, group_k = groups.shape
     rows = (shape[0] - torch.arange(down, device=groups.device) * group_m).clamp(1, group_m)

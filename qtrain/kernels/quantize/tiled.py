@@ -9,10 +9,12 @@ of group (i, j) of x is at i * stride_i + j * stride_j.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.encode import (
     Encoding,
@@ -220,7 +222,8 @@ def _layout(
     # The strides that cuBLAS wants, read off a meta tensor: nothing is allocated.
     strides = strides or empty_scale(granularity, *shape, torch.empty(0, device="meta")).stride()
     order = -1 if transposed else 1
-    return TileLayout(*vars(code).values(), in_tile, *group[::order]), strides[::order]
+    group_m, group_k = group[::order]
+    return TileLayout(**vars(code), in_tile=in_tile, group_m=group_m, group_k=group_k), strides[::order]
 
 
 def launch_tiled(
@@ -232,13 +235,14 @@ def launch_tiled(
     power_of_two: bool = False,
     scale: Tensor | None = None,
     fmt_t: str | None = None,
-    scale_t: Tensor | None = None,
+    scale_t: Tensor | MaybeNone = None,
     amax: Tensor | None = None,
     *,
     groups: BlockGroups | None = None,
     tile: Tile | None = None,
-) -> list[Tensor]:
-    """The kernels for `quantize_ref` and `quantize_transposed_ref`: codes and scale of each granularity that is given.
+) -> Any:
+    """The kernels for `quantize_ref` and `quantize_transposed_ref`: a list of codes and scale of each granularity that
+    is given.
 
     x contiguous, not empty; K % 8 == 0 with a key; two layouts are rounded the same way. scale, scale_t: given scales.
     amax: int32 [1] of zeros, receives the fp32 bits of x's absmax. groups: of rows with scales of their own along
@@ -277,18 +281,18 @@ def launch_tiled(
         codes_t, scale_t = empty_codes(x, fmt_t, granularity_t, transposed=True)
     if groups is not None:
         scale_t = None
-    same = rows == columns and (source is source_t or rows.in_tile)
+    same = rows is not None and rows == columns and (source is source_t or rows.in_tile)
     # Triton 3.6 stores wrong transposed codes where FP8 codes under a scale of the tile are stored twice.
-    same = same and not (rows.in_tile and rows.fmt.is_float)
+    same = same and not (rows is not None and rows.in_tile and rows.fmt.is_float)
+    # A layout that is not requested gets the other's strides: integers, which the kernel does not read.
+    strides, strides_t = strides or strides_t or (0, 0), strides_t or strides or (0, 0)
     _tiles_kernel[(triton.cdiv(m, block_m) * triton.cdiv(k, block_k),)](
         x,
         codes_ptr=None if codes is None else codes.view(torch.int8),
         codes_t_ptr=None if codes_t is None else codes_t.view(torch.int8),
         scale_ptr=scale, scale_t_ptr=scale_t, source_ptr=source, source_t_ptr=source_t, amax_ptr=amax,
         group_ptr=None if groups is None else groups.group_of_block, key_ptr=key, role=rounding.role, m=m, k=k,
-        # A layout that is not requested gets the other's strides: integers, which the kernel does not read.
-        stride_i=(strides or strides_t)[0], stride_j=(strides or strides_t)[1],
-        stride_i_t=(strides_t or strides)[0], stride_j_t=(strides_t or strides)[1],
+        stride_i=strides[0], stride_j=strides[1], stride_i_t=strides_t[0], stride_j_t=strides_t[1],
         ROWS=rows, COLUMNS=columns, SAME=same, GIVEN=given, STOCHASTIC=key is not None,
         REVERSED=absmax_pass, RELOAD=tile.reload, BLOCK_M=block_m, BLOCK_K=block_k,
         num_warps=tile.warps, enable_fp_fusion=False,

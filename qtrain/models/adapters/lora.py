@@ -16,8 +16,8 @@ constant by the gradient. B·A is not materialized: the squared norm of a row is
 
 import dataclasses
 import math
-from collections.abc import Collection
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.models.config.hf_layout import Projection, TensorSlice, weights_of
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, SafetensorsFormat
 from qtrain.models.hf.initial_values import named_generator
@@ -103,7 +104,7 @@ class LoraLinear(nn.Module):
         return self.base.weight
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> nn.Parameter | MaybeNone:
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -205,12 +206,17 @@ def check_merge_format(model: nn.Module, lora: Lora, flag: str = "--lora") -> No
     fmt = merge_format(lora.merge_format, flag)
     for name, found in projections(model).items():
         for projection in found:
-            why = fmt.refusal(projection.stop - projection.start, model.get_submodule(name).in_features)
+            why = fmt.refusal(projection.stop - projection.start, _linear(model, name).in_features)
             if why and (projection.word in lora.names or ALL in lora.names):
                 raise UserError(
                     f"{flag}.merge_format: {lora.merge_format!r} cannot hold {projection.hf_name}: {why}; name another "
                     "format, or other targets."
                 )
+
+
+def _linear(model: nn.Module, name: str) -> Any:
+    """An nn.Linear or LowBitLinear; of experts a GroupedLinear or LowBitLinear."""
+    return model.get_submodule(name)
 
 
 def projections(model: nn.Module) -> dict[str, list[Projection]]:
@@ -225,12 +231,14 @@ def projections(model: nn.Module) -> dict[str, list[Projection]]:
 
 def expert_projections(model: nn.Module) -> dict[str, list[Projection]]:
     """Name of each linear of the experts -> every projection of every expert."""
+    if not isinstance(model, Decoder):
+        return {}
     owners = [name for name, m in model.named_modules() if isinstance(m, Experts)]
-    linears = {f"{owner}.{own}": model.get_submodule(f"{owner}.{own}") for owner in owners for own in EXPERT_TARGETS}
+    linears = {f"{owner}.{own}": _linear(model, f"{owner}.{own}") for owner in owners for own in EXPERT_TARGETS}
     return _in_layout(model, linears) if linears else {}
 
 
-def _in_layout(model: Decoder, linears: dict[str, nn.Module]) -> dict[str, list[Projection]]:
+def _in_layout(model: Decoder, linears: Mapping[str, Any]) -> dict[str, list[Projection]]:
     def projection(entry: TensorSlice, rows: int) -> Projection:
         stop = rows if entry.stop is None else entry.stop
         return Projection(entry.hf_name.removesuffix(".weight"), entry.start, stop)
@@ -262,7 +270,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
     for name, candidates in linears.items():
         chosen = [projection for projection in candidates if projection.word in targets]
         if chosen:
-            linear = LoraLinear(model.get_submodule(name), chosen, lora, len(added))
+            linear = LoraLinear(_linear(model, name), chosen, lora, len(added))
             for projection, a in zip(chosen, linear.lora_a, strict=True):
                 _initialize(a, seed, projection.hf_name)
             added.append(_replace(model, name, linear))
@@ -270,7 +278,8 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
         owner, _, own = name.rpartition(".")
         if EXPERT_TARGETS[own] in targets:
             hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
-            base, count = model.get_submodule(name), model.config.moe.experts
+            assert isinstance(model, Decoder)
+            base, count = _linear(model, name), model.config.mixture.experts
             linear = LoraExperts(base, count, hf_name, fused, lora.r, lora.scale, lora.dropout)
             _initialize(linear.lora_a.weight, seed, hf_name)
             added.append(_replace(model, name, linear))

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.config.moe import MIXTURES
 
@@ -23,9 +24,9 @@ class TensorSlice:
     """
 
     hf_name: str
-    name: str | None
+    name: str | MaybeNone
     start: int = 0
-    stop: int | None = None
+    stop: int | MaybeNone = None
 
     def of(self, parameter: Tensor) -> Tensor:
         return parameter[self.start : self.stop]
@@ -108,12 +109,12 @@ def _attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSli
 
 def _latent_attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSlice]:
     # Without a latent vector of the queries q's own rows are first in qkv_a, and there is no q_b.
-    q = config.mla.q_rank or config.q_size
-    first = "q_a_proj" if config.mla.q_rank else "q_proj"
+    q = config.latent.q_rank or config.q_size
+    first = "q_a_proj" if config.latent.q_rank else "q_proj"
     yield TensorSlice(f"{there}{first}.weight", here + "qkv_a.weight", 0, q)
     # kv_rank rows of the latent vector, then rope_dim rows of the key's rotated part.
     yield TensorSlice(there + "kv_a_proj_with_mqa.weight", here + "qkv_a.weight", q, None)
-    if config.mla.q_rank:
+    if config.latent.q_rank:
         yield TensorSlice(there + "q_a_layernorm.weight", here + "q_norm.weight")
         yield TensorSlice(there + "q_b_proj.weight", here + "q_b.weight")
     yield TensorSlice(there + "kv_a_layernorm.weight", here + "kv_norm.weight")
@@ -130,7 +131,7 @@ def _mlp(there: str, here: str, width: int, bias: bool = False) -> Iterator[Tens
 
 def _mixture(config: ModelConfig, layer: str, here: str) -> Iterator[TensorSlice]:
     """All experts' rows of one parameter come one after the other."""
-    mixture, keys, c = config.moe, MIXTURES[config.model_type], config.hidden_size
+    mixture, keys, c = config.mixture, MIXTURES[config.model_type], config.hidden_size
     there = f"{layer}{keys.block}."
     yield TensorSlice(there + "gate.weight", here + "router.weight")
     if mixture.selection_bias:

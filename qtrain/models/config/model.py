@@ -54,6 +54,18 @@ class ModelConfig:
     """The sizes of multi-head latent attention; None: plain attention."""
 
     @property
+    def mixture(self) -> MoEConfig:
+        """`moe` of a model that has mixtures."""
+        assert self.moe is not None
+        return self.moe
+
+    @property
+    def latent(self) -> MLAConfig:
+        """`mla` of a model that has latent attention."""
+        assert self.mla is not None
+        return self.mla
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have a mixture."""
         dense = range(self.num_hidden_layers) if self.moe is None else self.moe.dense_layers

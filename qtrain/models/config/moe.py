@@ -65,7 +65,7 @@ class MixtureKeys:
     shared: str = "shared_experts"
 
 
-def _routed(values: Mapping[str, Any], experts_key: str, where: str, **defaults: Any) -> dict[str, int]:
+def _routed(values: Mapping[str, Any], experts_key: str, where: str, **defaults: Any) -> dict[str, Any]:
     """Experts, and how many of them a token uses. defaults: of missing keys; without one the key is needed."""
     if "num_local_experts" in values:  # transformers 5 writes it for Qwen3-MoE
         experts_key = "num_local_experts"
@@ -198,7 +198,7 @@ def _read_deepseek_v3(values: Mapping[str, Any], layers: int, where: str) -> MoE
     return dataclasses.replace(found, scores="sigmoid", normalize=normalize, **groups)
 
 
-def _groups(values: Mapping[str, Any], mixture: MoEConfig, where: str) -> dict[str, int]:
+def _groups(values: Mapping[str, Any], mixture: MoEConfig, where: str) -> dict[str, Any]:
     groups = read(values, "n_group", Count, where)
     chosen = read(values, "topk_group", Annotated[int, Range(1, groups)], where)
     if mixture.experts % groups:

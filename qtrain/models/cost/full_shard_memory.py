@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from qtrain.core.host_memory import PIECE_BYTES
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
@@ -35,7 +36,7 @@ def full_shard_memory(
     low_bit: LowBitBytes,
     trained: TrainedPart,
     share: float,
-    share_of: Callable[[str], float | None],
+    share_of: Callable[[str], float | MaybeNone],
     weights: int,
     *,
     largest_layer: int,

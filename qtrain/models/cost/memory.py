@@ -151,7 +151,7 @@ class MemoryEstimate:
     """In pinned host memory, by the names of --offload."""
 
     @property
-    def moments(self) -> dict[str, dict[str, int]]:
+    def moments(self) -> dict[str, Mapping[str, int]]:
         """Bytes by kind at each moment of a step that can be the peak."""
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
         # (gradients, activations, temporaries), as `kinds` below names them.
@@ -397,7 +397,7 @@ def _backward_bytes(
     in_mlp += 2 * inner * element * low_bit.gate_up_8bit
     if rows := rows_per_token(config, tokens):
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
-        own = rows * (in_mlp / inner * config.moe.width + (1 + trained.adapts_experts) * c * element)
+        own = rows * (in_mlp / inner * config.mixture.width + (1 + trained.adapts_experts) * c * element)
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
     input_widths = config.qkv_size if config.mla is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + input_widths * element

@@ -106,11 +106,12 @@ class LayerLinear(NamedTuple):
 
 def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     """The linears of the layers, by their keys."""
-    mixture, layers = config.moe, config.num_hidden_layers
+    layers = config.num_hidden_layers
     found = _latent_linears(config) if config.mla else _attention_linears(config)
     if dense := layers - len(config.moe_layers):
         found |= _mlp_linears("", config.hidden_size, config.intermediate_size, dense)
     if routed := len(config.moe_layers):
+        mixture = config.mixture
         groups = mixture.experts, mixture.per_token
         found |= _mlp_linears("experts.", config.hidden_size, mixture.width, routed, *groups)
         if mixture.shared_width:
@@ -127,7 +128,7 @@ def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
 
 
 def _latent_linears(config: ModelConfig) -> dict[str, LayerLinear]:
-    c, latent, heads, layers = config.hidden_size, config.mla, config.num_attention_heads, config.num_hidden_layers
+    c, latent, heads, layers = config.hidden_size, config.latent, config.num_attention_heads, config.num_hidden_layers
     # Without a rank of its own (DeepSeek-V2-Lite), q is projected from the hidden state in one product.
     q_weights = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
     found = {"qkv_a": LayerLinear(c, {**q_weights, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}

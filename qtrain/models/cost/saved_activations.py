@@ -316,7 +316,7 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
 
 def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
     config, element, low_bit = shape.config, shape.element, shape.low_bit
-    mixture, c, shared = config.moe, config.hidden_size, config.moe.shared_width
+    mixture, c, shared = config.mixture, config.hidden_size, config.mixture.shared_width
     products: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * shape.gate_up_bytes}
     products["shared gate_up output"] = 2 * shared * shape.gate_up_bytes
     # Qwen2-MoE multiplies it by its gate, whose gradient reads it.

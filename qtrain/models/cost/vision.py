@@ -39,13 +39,13 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     """Run `model`, on the meta device, on one image; None if it cannot run there."""
     model.train()
     linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    rows: dict[nn.Module, int] = {}
+    rows: dict[nn.Linear, int] = {}
     hooks = [
         m.register_forward_hook(lambda m, args, _: rows.update({m: args[0].numel() // m.in_features})) for m in linears
     ]
     without_grad_input: list[float] = []  # forward FLOPs of convolutions of the image itself
 
-    def note_input(m: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def note_input(m: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         if not args[0].requires_grad:
             # weight[0], [C_in / groups, kernel]: the multiply-adds of one output.
             without_grad_input.append(2.0 * output.numel() * m.weight[0].numel())
@@ -72,7 +72,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
             hook.remove()
     weights = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
-    head_flops = work.pop(head, 0.0)
+    head_flops = work.pop(head, 0.0) if isinstance(head, nn.Linear) else 0.0
     attention_flops = 3.0 * attention.flops
     # Backward has two products for each of the forward pass; for the image, one.
     total = 3.0 * counter.get_total_flops() - sum(without_grad_input)

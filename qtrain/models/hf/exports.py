@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -51,6 +52,7 @@ def check_exports(
         raise UserError(f"{flag}: {next(iter(coded))!r} needs qtrain's own decoder; use hf, or --model_impl native.")
     schemes = {choice.scheme for choice in choices if choice.scheme is not None}
     for name, fmt in coded.items():
+        assert isinstance(model, Decoder)
         WeightsInCodes(model, fmt, left_by_training(choices), flag)
         if any(scheme.sub_norm for scheme in schemes) and (
             why := fmt.refuses_model(model.config.with_sub_norms("--quantize"))  # which the swap adds
@@ -93,11 +95,12 @@ def export_as(
 ) -> HeldCodes | None:
     """Write `model` into `folder`, which is replaced when all is written. left: linears that stay in high precision.
     Returns what became of the codes; None: the export has none."""
-    options = {"left": left, "trained_positions": trained_positions, "card": card}
-    if isinstance(fmt, Gguf):
+    options: dict[str, Any] = {"left": left, "trained_positions": trained_positions, "card": card}
+    if isinstance(fmt, Gguf) and isinstance(model, Decoder):
         return export_gguf(model, folder, fmt, tokenizer, **options)
-    if isinstance(fmt, SafetensorsFormat):
+    if isinstance(fmt, SafetensorsFormat) and isinstance(model, Decoder):
         return export_quantized(model, source, folder, fmt, tokenizer, **options)
+    assert isinstance(fmt, Dense), "`check_exports` refuses other models in codes"
     text = None if card is None else lambda: card(None, None)
     export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, card=text)
     return None

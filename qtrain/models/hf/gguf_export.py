@@ -55,6 +55,7 @@ def export_gguf(
             shape, kind = _shape_and_type(weights, fmt, entries)
             elements, size = gguf.GGML_QUANT_SIZES[kind]
             count = torch.Size(shape).numel()
+            # pyrefly: ignore[bad-argument-type]  # the dtype is not read where the raw one is given
             writer.add_tensor_info(name, shape, None, count // elements * size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -34,6 +34,9 @@ class HfModel(nn.Module):
 
     fullgraph = False  # its layers may have graph breaks
 
+    model: Any
+    """A PreTrainedModel of transformers."""
+
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.hf.coded_files import CodedFiles
@@ -104,7 +105,7 @@ class LoadedValues:
 
     def _coded_files(
         self, source: ModelSource, slices: dict[str, TensorSlice], tensors: dict[str, Tensor]
-    ) -> CodedFiles | None:
+    ) -> CodedFiles | MaybeNone:
         if (declared := source.declared_codes()) is None:
             return None
         shapes = {name: self._full_shape(e, tensors) for name, e in slices.items() if e.name and e.name != _EMBEDDING}
@@ -167,7 +168,9 @@ class LoadedValues:
         if name in self._slices or not entries or self._partition(name) is not None:
             return None
         group = GRANULARITIES[wanted.granularity][0]
-        if any(self._coded.format(entry.hf_name) != wanted or entry.start % group for entry in entries):
+        if group is None or any(
+            self._coded.format(entry.hf_name) != wanted or entry.start % group for entry in entries
+        ):
             return None
         stored = StoredWeight.empty(shape, format, dtype, device)
         for entry in entries:

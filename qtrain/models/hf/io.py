@@ -24,6 +24,7 @@ from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf.source import FIX, ModelSource, holds_tensors
 from qtrain.models.hf.tensor_files import INDEX, dump_json, write_tensors
 from qtrain.models.hf.writing import finish_export, writing_export
+from qtrain.models.native.decoder import Decoder
 from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -33,7 +34,7 @@ GENERATION, CARD = "generation_config.json", "README.md"
 _WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", GENERATION]
 
 
-WriteWeights = Callable[[nn.Module, Path], dict[str, Any]]
+WriteWeights = Callable[[Decoder, Path], dict[str, Any]]
 """Writes a model's tensors into a folder and returns what config.json says of them."""
 
 
@@ -77,10 +78,11 @@ def export_hf(
     asked for when the weights are written.
     """
     with replacing(Path(folder)) as temporary, writing_export(folder):
-        if write_weights is None and hasattr(model, "save_pretrained"):
-            model.save_pretrained(temporary, max_shard_size=MAX_SHARD_BYTES)
+        if write_weights is None and (save := getattr(model, "save_pretrained", None)) is not None:
+            save(temporary, max_shard_size=MAX_SHARD_BYTES)
             config = read_json(temporary / "config.json", "export")
         else:
+            assert isinstance(model, Decoder)
             entries = (write_weights or _write_dense)(model, temporary)
             dense = {key: value for key, value in source.config.items() if key != "quantization_config"}
             config = {**dense, **model.config.to_hf(), **entries}
@@ -100,7 +102,7 @@ def export_hf(
         finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in unchecked))
 
 
-def _write_dense(model: nn.Module, folder: Path) -> dict[str, Any]:
+def _write_dense(model: Decoder, folder: Path) -> dict[str, Any]:
     """Write the checkpoint's tensors in the model's dtype. Returns what config.json says of them."""
     parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     values, dtype = exported_tensors(model), parameters["embed_tokens.weight"].dtype
@@ -160,8 +162,8 @@ def files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
 def weight_map(index: Path, where: str) -> dict[str, str]:
     """Name of each tensor -> name of its file, from an index. UserError for a file outside of the index's folder."""
     values = read_json(index, where)
-    found = values.get("weight_map") if isinstance(values, dict) else None
-    check_value(f"{where} ({index.name}): weight_map", found, dict[str, str])
+    given = values.get("weight_map") if isinstance(values, dict) else None
+    found: dict[str, str] = check_value(f"{where} ({index.name}): weight_map", given, dict[str, str])
     for file in sorted(set(found.values())):
         if Path(file).name != file:
             raise UserError(f"{where} ({index.name}): {shown(file)} is not the name of a file in its folder.")

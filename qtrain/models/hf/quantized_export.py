@@ -81,7 +81,7 @@ class WeightsInCodes:
         self.model, self.fmt, self.held = model, fmt, HeldCodes()
         self.entries = {entry.hf_name: entry for entry in layout(model.config)}
         shared = shared_weights(model)
-        self._linears = {
+        self._linears: dict[str, Any] = {
             f"{name}.weight": module
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | LowBitLinear) and name not in left and id(module.weight) not in shared

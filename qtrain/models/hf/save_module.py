@@ -92,10 +92,10 @@ def _write_config(model: nn.Module, folder: Path, quantization: Mapping[str, Any
     """config.json, of a transformers model all of it."""
     path = folder / "config.json"
     config = getattr(model, "config", None)
-    if callable(getattr(config, "save_pretrained", None)):
-        config.save_pretrained(folder)
-        if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
-            model.generation_config.save_pretrained(folder)
+    if callable(save := getattr(config, "save_pretrained", None)):
+        save(folder)
+        if callable(save := getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
+            save(folder)
     # What `save_pretrained` has just written stays in the file.
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     dump_json(path, {**known, "quantization_config": dict(quantization)})

@@ -6,7 +6,7 @@ all layers, and skips empty blocks.
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,10 @@ class KVCache(Protocol):
 
 class Attention(nn.Module):
     """Grouped-query attention (GQA), [B, S, C] -> [B, S, C]. `qkv` holds the rows of q, k, then v."""
+
+    q_norm: Any
+    k_norm: Any
+    """An nn.RMSNorm or a parallel kind of it, None where the config has no `qk_norm`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

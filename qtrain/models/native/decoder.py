@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
@@ -103,6 +104,9 @@ class Decoder(nn.Module):
     """
 
     fullgraph = True  # a graph break in a layer is a bug
+    layers: Any
+    """An nn.ModuleList of DecoderLayer, parallel kinds of them included."""
+    expert_load: ExpertLoad | MaybeNone
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -119,7 +123,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.output = Output()
-        self.expert_load = ExpertLoad(len(routed), config.moe.experts) if routed else None
+        self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.parts: Parts | None = None
         """How processes split the parameters; None: this one holds all."""
         self.residual_offload: ResidualOffload | None = None

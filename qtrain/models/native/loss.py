@@ -125,7 +125,7 @@ class _AnyHead(torch.autograd.Function):
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden = ctx.needs_input_grad[0]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_hidden: Any = torch.empty_like(hidden) if needs_hidden else None
         several = hidden.shape[0] > rows
         totals = [] if hidden.shape[0] else [torch.zeros_like(p) for p in trained]
 

@@ -28,7 +28,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        latent, heads = config.mla, config.num_attention_heads
+        latent, heads = config.latent, config.num_attention_heads
         self.latent = latent
         self.scale = config.rope.logit_scale * latent.head_dim**-0.5
         self.split_sizes = [latent.q_rank or config.q_size, latent.kv_rank, latent.rope_dim]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.quant.chunk_keys import chunk_keys, rounding_linears
@@ -34,14 +35,14 @@ ALIGNMENT = 128
 class TwoHalves(Protocol):
     """A layer, [B, S, C] -> [B, S, C], as its attention and its MLP, each with the residual around it."""
 
-    attn_norm: nn.Module
-    attn: nn.Module
-    mlp_norm: nn.Module
-    mlp: nn.Module
+    attn_norm: Any
+    attn: Any
+    mlp_norm: Any
+    mlp: Any
 
     def attention_half(self, x: Tensor, info: SequenceInfo) -> Tensor: ...
 
-    def mlp_half(self, x: Tensor) -> Tensor: ...
+    def mlp_half(self, x: Tensor) -> Any: ...
 
 
 def mlp_chunk_rows(tokens: int, chunks: int) -> int:
@@ -125,7 +126,7 @@ def _mlp_backward(
     return [total.to(p.dtype) for total, p in zip(totals, trained, strict=True)]
 
 
-def _gradients(y: Tensor, inputs: Iterable[Tensor], dy: Tensor) -> list[Tensor | None]:
+def _gradients(y: Tensor, inputs: Iterable[Tensor], dy: Tensor) -> list[Tensor | MaybeNone]:
     """Of those inputs that require one; None for the others."""
     inputs = list(inputs)
     wanted = [t for t in inputs if t.requires_grad]

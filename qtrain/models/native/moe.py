@@ -21,8 +21,8 @@ from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 
-Routed = tuple[Tensor, Tensor, Tensor]
-"""Output [B, S, C]; routes of each expert, int64 [E]; the router's losses, fp32 [2] (`RouterLosses.of`)."""
+Routed = tuple[Tensor, ...]
+"""Three: output [B, S, C]; routes of each expert, int64 [E]; the router's losses, fp32 [2] (`RouterLosses.of`)."""
 
 
 class Experts(nn.Module):
@@ -56,7 +56,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, losses: RouterLosses):
         super().__init__()
-        mixture, hidden = config.moe, config.hidden_size
+        mixture, hidden = config.mixture, config.hidden_size
         self.losses = losses
         self.router = Router(mixture, hidden)
         self.experts = Experts(mixture.experts, hidden, mixture.width)

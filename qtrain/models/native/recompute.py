@@ -189,7 +189,7 @@ class Region(NamedTuple):
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         context_fn = self.context_fn or (block_contexts if torch.compiler.is_compiling() else None)
-        options = {} if context_fn is None else {"context_fn": context_fn}
+        options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=self.random, **options, **kwargs)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.host_memory import host_memory_for
+from qtrain.core.maybe_none import MaybeNone
 
 
 @dataclass
@@ -27,8 +28,8 @@ class _Residual:
 
     storage: torch.UntypedStorage
     size: int
-    copied: torch.cuda.Event | None = None
-    arrived: torch.cuda.Event | None = None
+    copied: torch.Event | None = None
+    arrived: torch.Event | None = None
 
     @property
     def on_device(self) -> bool:
@@ -49,7 +50,7 @@ class ResidualOffload:
         self._recorded: list[Tensor] = []  # host buffers that CUDA graphs copy to
         self._kept: dict[int, _Residual] = {}  # by layer, until its backward begins
         self._pass = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | MaybeNone = None
 
     @property
     def host_bytes(self) -> int:
@@ -93,7 +94,7 @@ class ResidualOffload:
         if index - 1 in self._kept:
             self._to_device(index - 1, self._kept[index - 1])
 
-    def _to_host(self, index: int, x: Tensor, ready: torch.cuda.Event | None) -> _Residual:
+    def _to_host(self, index: int, x: Tensor, ready: torch.Event | None) -> _Residual:
         storage = x.untyped_storage()
         assert storage.nbytes() == x.numel() * x.element_size(), "a layer's input shares its memory with other tensors"
         residual = _Residual(storage, storage.nbytes())

@@ -85,8 +85,9 @@ class Router(nn.Module):
         """As of any module, but the bias stays fp32 in a model of another dtype: its updates are small."""
         before = self.bias
         super()._apply(fn, recurse)
-        if before is not None and self.bias.dtype != before.dtype:
-            self.bias = before.to(self.bias.device)
+        after = self.bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.bias = before.to(after.device)
         return self
 
     def forward(self, x: Tensor) -> Routing:

@@ -150,7 +150,7 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
         return quantize_operands(tokens, linear.request("x", needs))
     # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    rows = _routed_rows(TokenExchange(group).quantize(x, request).rows, groups)
+    rows = _routed_rows(TokenExchange(group).quantize(x, request).codes, groups)
     _, columns = scheme.formats_of("x", needs)
     if columns is None:
         return Operands(rows, None)

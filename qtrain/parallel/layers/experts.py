@@ -44,7 +44,7 @@ class EPExperts(Experts):
     def __init__(self, experts: Experts, group: RankGroup, every_routing: bool = True):
         become(self, experts)
         self.group, self.every_routing = group, every_routing
-        self.terms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        self.terms: tuple[Tensor | None, ...] = (None, None)
         """In order: what receives the gradients of gate_up and of down_proj in place of the parameters, [N, *shape],
         one for the tokens of each rank."""
 
@@ -53,8 +53,9 @@ class EPExperts(Experts):
         no memory."""
         weights = self.gate_up.weight, self.down_proj.weight
         # Views of one element: leaves of the full shape whose `.grad` autograd allocates, without memory of their own.
-        self.terms = tuple(w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_() for w in weights)
-        return {id(w): terms for w, terms in zip(weights, self.terms, strict=True)}
+        terms = [w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_() for w in weights]
+        self.terms = tuple(terms)
+        return {id(w): own for w, own in zip(weights, terms, strict=True)}
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         apply = ParallelExpertsFunction.apply if self.every_routing else _apply_uncompiled

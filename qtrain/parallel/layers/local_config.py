@@ -3,13 +3,14 @@
 import dataclasses
 
 from qtrain.core.errors import UserError
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.grouped.token_permutation import EVEN_LOADS
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.config.moe import MoEConfig
 from qtrain.parallel.mesh import Mesh, divisors
 
 
-def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: str) -> None:
+def check_mesh(config: ModelConfig | MaybeNone, mesh: Mesh, sequence: bool, model: str) -> None:
     """UserError where a model, --model `model`, cannot be split over a mesh. sequence: along tokens too."""
     if mesh.tp > 1:
         check_divisible(config, mesh.tp, sequence)
@@ -43,7 +44,7 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
     """UserError where `--ep ranks` does not divide the experts of --model, or where there are none."""
     if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
-    if (experts := config.moe.experts) % ranks:
+    if (experts := config.mixture.experts) % ranks:
         raise UserError(
             f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {divisors(experts)}."
         )
@@ -56,8 +57,8 @@ def local_config(config: ModelConfig, tp: int, ep: int, every_routing: bool = Tr
         local = _local_experts(config, ep, micro_batches=ep)
         if ep == 1 or every_routing:
             return local
-        rows = min(EVEN_LOADS * config.moe.per_token, local.moe.per_token)
-        return dataclasses.replace(local, moe=dataclasses.replace(local.moe, reserved=rows))
+        rows = min(EVEN_LOADS * config.mixture.per_token, local.mixture.per_token)
+        return dataclasses.replace(local, moe=dataclasses.replace(local.mixture, reserved=rows))
     local = dataclasses.replace(
         config,
         vocab_size=-(-config.vocab_size // tp),  # the most that a rank has

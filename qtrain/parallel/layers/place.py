@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.models import Decoder
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention
+from qtrain.models.native.decoder import Embedding
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
@@ -108,8 +109,8 @@ class ModelParallel:
         ranks, rank = self.group.ranks, self.group.rank
         parent, module, own = ["", *name.split(".")][-3:]
         if kind == "expert":
-            rows = 2 * config.moe.width if module == "gate_up" else config.hidden_size
-            return Partition.evenly(0, (config.moe.experts * rows,), ranks, rank)
+            rows = 2 * config.mixture.width if module == "gate_up" else config.hidden_size
+            return Partition.evenly(0, (config.mixture.experts * rows,), ranks, rank)
         if kind == "vocab":
             return Partition(0, config.vocab_size, (self.vocabulary[rank],))
         if kind == "row" and own == "bias":
@@ -150,7 +151,7 @@ class ModelParallel:
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """The plan's lines on what ranks send each other within layers."""
         if self.experts_only:
-            return [describe_tokens(self.config.moe.experts, linears, self.group.ranks)]
+            return [describe_tokens(self.config.mixture.experts, linears, self.group.ranks)]
         return [describe_inputs(linears)] if self.sequence else []
 
     def place(self, model: Decoder) -> None:
@@ -184,17 +185,20 @@ class ModelParallel:
         if self.experts_only or name.endswith(".shared"):  # every rank has all of a shared expert
             return None
         if isinstance(module, Attention):
-            sizes = [length for _, _, length in self.partition(f"{name}.qkv.weight").pieces()]
+            rows = self.partition(f"{name}.qkv.weight")
+            assert rows is not None
+            sizes = [length for _, _, length in rows.pieces()]
             return TPAttention(module, stream, sizes)
         if isinstance(module, MLP):
             return TPMLP(module, stream)
         if isinstance(module, MoE):
             return TPMoE(module, stream)
-        if name == "embed_tokens":
+        if isinstance(module, Embedding):
             return TPEmbedding(module, stream, self.vocabulary[self.group.rank][0])
         if name == "output":
             return TPOutput(stream, self.vocabulary)
         if isinstance(module, nn.RMSNorm) and self.kind(f"{name}.weight") == "heads":
+            assert module.eps is not None
             return TPRMSNorm(module.weight.shape[0], module.eps, self.group)  # on meta, like everything
         return None
 
@@ -204,7 +208,7 @@ def shared_over(group: RankGroup) -> SharedWeight:
     return SharedWeight(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
 
 
-def _set_sizes(module: nn.Module, shape: torch.Size) -> None:
+def _set_sizes(module: Any, shape: torch.Size) -> None:
     """Attributes of a module that say how large its weight is."""
     if len(shape) == 1:
         return

@@ -9,12 +9,14 @@ instead (`exchange.py`).
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RankGroup
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.native.attention import Attention, SequenceInfo
@@ -84,7 +86,7 @@ class TPMLP(MLP):
         self.stream = stream
         self.projections = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo | MaybeNone = None) -> Tensor:
         exchange = self.stream.exchange(self.gate_up, x, info)
         y = self.compute(x if exchange else self.stream.enter(x, info), exchange)
         return self.stream.leave(y, info.sharded)
@@ -157,7 +159,7 @@ class TPOutput(Output):
 class TPRMSNorm(nn.Module):
     """RMSNorm over a dimension of which every rank has `size` elements: ranks add their squares."""
 
-    def __init__(self, size: int, eps: float, group: RankGroup, **like: torch.device | torch.dtype | None):
+    def __init__(self, size: int, eps: float, group: RankGroup, **like: Any):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, **like))
         self.eps, self.group, self.full = eps, group, size * group.ranks

@@ -21,6 +21,7 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
 from qtrain.models import Decoder
 from qtrain.optim.registry import hidden_matrices
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.quant import exported_tensors
@@ -49,7 +50,7 @@ class _Projection(NamedTuple):
 class DividedState:
     """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
 
-    def __init__(self, model: nn.Module, group: RankGroup):
+    def __init__(self, model: Decoder, group: RankGroup):
         self._group, self._inexact = group, set()
         named = dict(model.named_parameters())
         self._splits = {name: split for name in named if (split := model.partition(name))}
@@ -196,6 +197,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     if (mesh.expert_mesh or mesh).dp_rank:  # another rank has the same part
         return None
     config, group, device = model.config, mesh.model_group, model.norm.weight.device
+    assert isinstance(model.parts, ModelParallel) and group is not None, "one process has the whole model"
     parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
     whole = None
     if mesh.rank == 0:
@@ -205,8 +207,8 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         whole.tie()
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
-        splits = [part.partition(name) for part in parts]
-        if splits[0] is None:  # every rank has all of it, but for full sharding, where only rank 0 may
+        splits = [split for part in parts if (split := part.partition(name)) is not None]
+        if not splits:  # every rank has all of it, but for full sharding, where only rank 0 may
             if whole is not None:
                 targets[name].copy_(exported())
             continue

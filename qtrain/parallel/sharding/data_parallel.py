@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
+from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
 from qtrain.parallel.sharding.full_shard import Unit
@@ -96,7 +97,7 @@ class DataParallel:
         for p in model.parameters():
             if id(p) not in in_units | dropped:
                 materialize(p)
-        split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
+        split = {name for name, _ in trained if mesh.expert_mesh is not None and _decoder(model).partition(name)}
         # Experts have a mesh of their own: the ranks that hold the same ones.
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
@@ -106,7 +107,7 @@ class DataParallel:
         self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
         self.parameters += offload_parameters(moved, mesh)
         if split:
-            self.parameters += shard_experts(model, experts, *how, in_order=deterministic)
+            self.parameters += shard_experts(_decoder(model), experts, *how, in_order=deterministic)
         elif moved:
             self.parameters.sort(key=lambda sharded: place[sharded.name])
         self.frozen = shard_frozen(_matrices(model, units, train=False), mesh) if units else []
@@ -120,12 +121,12 @@ class DataParallel:
         self._reduction = None
         # What is reduced at once: a partition of the backward pass, a unit, or all there is.
         groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
-        self._parts = TensorParts(model, groups, mesh) if mesh.tp > 1 else None
+        self._parts = TensorParts(_decoder(model), groups, mesh) if mesh.tp > 1 else None
         self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
         """Of masters that are parts of larger parameters."""
         if self._parts is not None:
             self.placements |= self._parts.placements
-        self.divided_state = DividedState(model, mesh.model_group) if mesh.model_group is not None else None
+        self.divided_state = None if mesh.model_group is None else DividedState(_decoder(model), mesh.model_group)
         if mesh.dp_size > 1 or deterministic:
             self._reduction = GradientReduction(
                 groups,
@@ -315,6 +316,11 @@ def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     return [s.master.grad for s in parameters if s.master.grad is not None]
 
 
+def _decoder(model: nn.Module) -> Decoder:
+    assert isinstance(model, Decoder), "ranks have parts of qtrain's own decoder alone"
+    return model
+
+
 def _matrices(model: nn.Module, units: Iterable[Unit], *, train: bool) -> list[tuple[str, nn.Parameter]]:
     """Those of `units` that train, or that do not, without what other modules hold too."""
     elsewhere = shared_weights(model)
@@ -325,7 +331,7 @@ def _matrices(model: nn.Module, units: Iterable[Unit], *, train: bool) -> list[t
 def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:
     """Which of the partitions has the parameters of each unit."""
     index_of = {id(s.parameter): index for index, members in enumerate(partitions) for s in members}
-    found = [{index_of.get(id(p)) for p in unit.holder.parameters()} - {None} for unit in units]
+    found = [{index_of[id(p)] for p in unit.holder.parameters() if id(p) in index_of} for unit in units]
     return [max(indices, default=None) for indices in found]
 
 

@@ -51,7 +51,7 @@ class ShardedBlock:
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
         self.gathered = True
-        self.ready: torch.cuda.Event | None = None
+        self.ready: torch.Event | None = None
         """What a stream must wait for before it reads the tensors."""
 
     def gather(self) -> None:
@@ -86,7 +86,7 @@ class FullShard:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         apart = self._stream is not None and reduces_apart
         self._reduce_stream = torch.cuda.Stream(device) if apart else self._stream
-        self._reducing: torch.cuda.Event | None = None
+        self._reducing: torch.Event | None = None
         self._in_flight: list[Tensor | None] = []
         self._reduced: set[int] = set()
         self._calls = [block.called._compiled_call_impl for block in self._blocks]
@@ -132,7 +132,7 @@ class FullShard:
         block = self._blocks[index]
         block.free()
         self._reduced.add(index)
-        if self._stream is None:
+        if self._reduce_stream is None:
             self._reduce(index)
             return
         # One reduction at a time: gradients of two blocks exist at most.

@@ -32,6 +32,7 @@ from torch import Tensor
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.core.host_memory import PIECE_BYTES, host_memory_for
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GradientWire
@@ -66,7 +67,8 @@ class GradientReduction:
         ]
         self._buckets = [bucket for group in self._groups for bucket in group]
         self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
-        self._device, self._piece = on_host, None
+        self._device = on_host
+        self._piece: Tensor | MaybeNone = None
         if on_host is not None:
             self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
@@ -140,7 +142,7 @@ class _Bucket:
     ):
         self._members, self._mesh, self._wire = members, mesh, wire
         self.messages, self.first_number = mesh.dp_size, FIRST_NUMBER + mesh.tp_rank * RANK_RNG_OFFSET
-        self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
+        self.sums: Tensor | MaybeNone = None  # in the same memory in every step: recorded steps add to it
         self.dtype = members[0].parameter.dtype
         lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]  # of each shard
         parts = [  # of every rank: its part of its shard

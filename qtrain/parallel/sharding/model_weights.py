@@ -180,8 +180,8 @@ class ModelWeights:
             return
         linear = self._linear_of.get(id(parameter))
         if isinstance(parameter.data, StoredWeight):
-            stored, on_host = parameter.data, [tensor.cpu() for tensor in tensors]
-            value = StoredWeight(*on_host, stored.format, stored.shape, stored.dtype)
+            assert linear is not None
+            value = parameter.data.with_tensors([tensor.cpu() for tensor in tensors])
             linear.weight = nn.Parameter(value, requires_grad=parameter.requires_grad)
         else:
             # Blocks in the host's memory: together they may not fit the device's.

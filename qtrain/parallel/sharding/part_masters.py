@@ -20,9 +20,10 @@ class TensorParts:
     of which this rank adds the squared gradients to the norm: of a parameter that all ranks of its tensor group have,
     the first one does."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
+    def __init__(self, model: Decoder, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
         parameters = [s for group in groups for s in group]
         parts, self._group = model.parts, mesh.tp_group
+        assert parts is not None
         splits = {s.name: parts.partition(s.name) for s in parameters}
         offset = mesh.tp_rank * RANK_RNG_OFFSET  # Philox numbers: ranks hold different elements
         self.placements = {
@@ -33,7 +34,7 @@ class TensorParts:
         self.counted = [s for s in parameters if splits[s.name] or mesh.tp_rank == 0]
         self._terms = [[s.parameter for s in group if parts.has_partial_gradient(s.name)] for group in groups]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
-        zeros = {s.name for s in parameters if splits[s.name] and not splits[s.name].held}
+        zeros = {name for name, split in splits.items() if split and not split.held}
         self._zeros = [[s.parameter for s in group if s.name in zeros] for group in groups]
 
     @torch.no_grad()
@@ -67,6 +68,7 @@ def shard_experts(
     found = []
     for sharded in shard_parameters(named, mesh.expert_mesh, needs_whole, freed):
         split, parameter = model.partition(sharded.name), sharded.parameter
+        assert split is not None
         stored = isinstance(parameter.data, StoredWeight)  # its update draws bits without regard to the first element
         placement = Placement(
             split.full_shape(parameter.shape),

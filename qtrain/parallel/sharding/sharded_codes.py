@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qtrain.comm.rank_group import RankGroup
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.kernels.quantize.reference import amax_ref
@@ -24,7 +26,7 @@ from qtrain.parallel.sharding.weights import gather_weights
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import is_mean, scale_of_statistic, tensor_statistic
 from qtrain.quant.weight_codes import wire_format
-from qtrain.tensors.quantized_tensor import QuantizedTensor
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 
 @dataclass
@@ -33,14 +35,14 @@ class ShardedCodes:
 
     sharded: Sharded
     linear: LowBitLinear
-    scale: Tensor | None = None
+    scale: Tensor | MaybeNone = None
     keeps: bool = False
     """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
     which recorded steps read."""
-    _kept: list[Tensor] | None = None
+    _kept: list[Tensor] | MaybeNone = None
 
     @cached_property
-    def _format(self):
+    def _format(self) -> OperandFormat | MaybeNone:
         return wire_format(self.linear.scheme)
 
     @property
@@ -123,7 +125,7 @@ class ShardedCodes:
     def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         fmt, granularity = self._format.fmt, self._format.granularity
         # A piece's scales with the strides that the quantizer expects of a whole matrix.
-        laid_out = empty_scale(granularity, *rows.shape, scale).copy_(scale)
+        laid_out = empty_scale(granularity, rows.shape[0], rows.shape[1], scale).copy_(scale)
         return quantize(rows.contiguous(), fmt, granularity, scale=laid_out)[0]
 
     def receive(self, tensors: list[Tensor]) -> None:
@@ -169,16 +171,18 @@ def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
         # Bits of |x| order as the numbers do: an integer maximum that keeps NaN, which one of floats may drop.
         dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
         if mesh.tp_group is not None:
-            flat = _over_tensor_ranks(flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh)
+            flat = _over_tensor_ranks(
+                flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh.tp_group
+            )
         for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
             weight.set_scale(statistics)
 
 
-def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Mesh) -> Tensor:
+def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], group: RankGroup) -> Tensor:
     """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
     if not any(spans for _, spans in sizes):
         return flat
     # One message for all; scales that end at this rank's part keep its own statistics.
-    reduced = reduce_statistics(flat, mesh.tp_group)
+    reduced = reduce_statistics(flat, group)
     spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
     return torch.where(spanning, reduced, flat)

@@ -151,16 +151,14 @@ def _frozen_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     cuts, width, value = _row_cuts(p, mesh.shard), p.shape[1:].numel(), initial_value(p)
     own = slice(cuts[mesh.shard_rank], cuts[mesh.shard_rank + 1])
     rows = [as_shard(t[own].clone(), mesh.device_mesh, t.shape) for t in plain_tensors(value)]
-    stored = isinstance(value, StoredWeight)
-    master = StoredWeight(*rows, value.format, value.shape, value.dtype) if stored else rows[0]
+    master = value.with_tensors(rows) if isinstance(value, StoredWeight) else rows[0]
     return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)
 
 
 def _on_host(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     value = initial_value(p)
     tensors = [host_tensor_like(t, p.device).copy_(t) for t in plain_tensors(value)]
-    stored = isinstance(value, StoredWeight)
-    master = StoredWeight(*tensors, value.format, value.shape, value.dtype) if stored else tensors[0]
+    master = value.with_tensors(tensors) if isinstance(value, StoredWeight) else tensors[0]
     return Sharded(name, p, master, (0, p.numel()), mesh)
 
 

@@ -20,7 +20,9 @@ from qtrain.tensors.lazy import plain_tensors
 class Gathered(Protocol):
     """What ranks gather of one parameter: tensors of which every rank holds the rows of its shard."""
 
-    sharded: Sharded
+    @property
+    def sharded(self) -> Sharded:
+        """The parameter."""
 
     def empty(self) -> list[Tensor]:
         """The full tensors, to be filled."""

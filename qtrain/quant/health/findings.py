@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant.choices import LinearChoice, decide
 from qtrain.quant.execute import OperandRequest, quantize_operands
@@ -179,7 +180,7 @@ def expected(scheme: LowBitScheme, name: TensorName) -> Expected:
     return _expected[key]
 
 
-def _measured(data: Tensor, operand: Operand | None) -> dict[str, float] | None:
+def _measured(data: Tensor, operand: Operand | None) -> dict[str, float] | MaybeNone:
     """None: of values that are rotated first, of which those that are not rotated say the same."""
     if not isinstance(operand, QuantizedTensor):
         return dict.fromkeys(NAMES, 0.0)

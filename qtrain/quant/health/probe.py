@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.arguments import LinearArguments
 from qtrain.quant.choices import LinearChoice
@@ -50,7 +51,7 @@ class LinearProbe:
         self.seen: set[TensorName] = set()
         """Those of x and dy that have gone through, in low bits or not."""
         self._x_columns: Pair | None = None
-        self._sample: _Sample | None = None
+        self._sample: _Sample | MaybeNone = None
 
     def __call__(self, arguments: LinearArguments) -> LinearArguments:
         """The arguments of a pass that is measured."""
@@ -114,7 +115,7 @@ class LinearProbe:
         self._compare(OperandRequest(self.linear.scheme, "w", _ROWS, self.linear.key, groups=self.linear.groups), w)
 
     @property
-    def _weight(self) -> Tensor | None:
+    def _weight(self) -> Tensor | MaybeNone:
         """The weight [N, K] that its codes are made of; None where it is not in memory, or stored as codes itself."""
         weight = self.linear.weight.detach()
         return None if self.linear.codes_only or isinstance(weight, StoredWeight) else weight

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,7 +149,8 @@ def time_linear(
     in_features, out_features = shape
     generator = torch.Generator(device).manual_seed(0)
     like = {"dtype": dtype, "device": device, "generator": generator}
-    model = nn.Sequential(nn.Linear(in_features, out_features, bias=False, dtype=dtype, device="meta"))
+    linear = nn.Linear(in_features, out_features, bias=False, dtype=dtype, device="meta")
+    model: Any = nn.Sequential(linear)  # whose only linear is swapped
     # Declared on meta and filled on the device: no initialization by the host.
     model.to_empty(device=device)
     with torch.no_grad():

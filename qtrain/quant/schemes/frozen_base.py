@@ -7,8 +7,8 @@ GEMMs that a frozen linear has, `output` and `grad_input`; each reads codes of i
 of 128x128 are read by both, 1 byte: `grad_input` transposes them. int4 and ternary codes are dequantized as nf4 is.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
 
 from qtrain.core.errors import UserError
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -28,7 +28,7 @@ class Nf4Base(StoredWeightScheme):
     stored_format = "nf4"
     name = "frozen nf4"
 
-    def for_experts(self) -> "Nf4Base":
+    def for_experts(self) -> Self:
         return self.derived(activations="none")  # the columns of each expert's weight would need scales of their own
 
     def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
@@ -69,7 +69,7 @@ class Fp8BlockBase(StoredWeightScheme):
     name = "frozen fp8_block"
     one_weight_layout = True
 
-    def for_experts(self) -> "LowBitScheme":
+    def for_experts(self) -> Self:
         return self.derived(one_weight_layout=False)  # products of groups read both layouts
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
@@ -123,7 +123,7 @@ def keeping_scheme(fmt: OperandFormat | None, quantize: str) -> LowBitScheme | N
     no scheme holds them, or --quantize says how linears multiply."""
     scheme = None if fmt not in KEEPING else KEEPING[fmt]()
     if isinstance(scheme, Nf4Base) and quantize in _IN_8_BITS:
-        scheme = replace(scheme, activations=quantize)
+        scheme = scheme.derived(activations=quantize)
     elif quantize != "bf16":
         return None
     return scheme and scheme.derived(keeps_codes=True)
@@ -139,7 +139,7 @@ def base_scheme(name: str, quantize: str) -> LowBitScheme:
     if quantize == "bf16":
         return BASES[name]()
     if name == "nf4" and quantize in _IN_8_BITS:
-        return Nf4Base(activations=quantize)
+        return Nf4Base().derived(activations=quantize)
     if name == "nf4":
         raise UserError(
             f"--quantize: {quantize!r} does not multiply an NF4 base; allowed: bf16, {', '.join(_IN_8_BITS)}."

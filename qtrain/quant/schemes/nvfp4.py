@@ -54,5 +54,5 @@ class NvFp4(LowBitScheme):
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
         # Both operands of a product are rotated, or neither: only then the rotations cancel.
-        fmt = NVFP4._replace(hadamard=self.hadamard and gemm == "grad_weight")
+        fmt = NVFP4._replace(hadamard=bool(self.hadamard) and gemm == "grad_weight")
         return fmt, fmt

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -19,13 +19,17 @@ from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 
+M = TypeVar("M", bound=nn.Module)
+"""The kind of model."""
+S = TypeVar("S", bound=TrainSettings)
 
-class Architecture(ABC):
+
+class Architecture(ABC, Generic[M, S]):
     """A model without its weights."""
 
     @cached_property
     @abstractmethod
-    def empty(self) -> nn.Module:
+    def empty(self) -> M:
         """The model on the meta device: its modules and shapes, no memory."""
 
     @property
@@ -34,28 +38,28 @@ class Architecture(ABC):
         """Rows per sample of the input of most linears: tokens of a sequence, patches of an image."""
 
     @abstractmethod
-    def head(self, model: nn.Module) -> nn.Module | None:
+    def head(self, model: M) -> nn.Module | None:
         """The output head of `model`."""
 
     @abstractmethod
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: M) -> list[nn.Module]:
         """The repeated layers of `model`, in the order in which they run; empty if there are none."""
 
-    def units(self, model: nn.Module) -> list[Unit]:
+    def units(self, model: M) -> list[Unit]:
         """What full sharding gathers at once."""
         return [Unit(block, block) for block in self.blocks(model)]
 
     @abstractmethod
-    def build(self, checked: CheckedSettings) -> nn.Module:
+    def build(self, checked: CheckedSettings) -> M:
         """The model on the device, with weights; if `lazy`, its matrices are. UserError for weights that are missing or
         do not fit."""
 
     @abstractmethod
-    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+    def recompute(self, model: M, settings: S) -> None:
         """Set what backward recomputes (`--activation_checkpointing`, `--recompute`)."""
 
     @abstractmethod
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: M) -> None:
         """Compile the repeated blocks of `model` in place."""
 
     @abstractmethod

@@ -30,8 +30,8 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
     settings, architecture = prepared.settings, prepared.architecture
     if settings.deterministic:
         use_deterministic_kernels()
-    if settings.memory_limit is not None:
-        limit_allocator(prepared.device, prepared.plan.hardware.memory_bytes)
+    if settings.memory_limit is not None and (limit := prepared.plan.hardware.memory_bytes) is not None:
+        limit_allocator(prepared.device, limit)
     seed_rng(settings.seed)
     model = architecture.build(prepared)
     quantized = quantize_linears(

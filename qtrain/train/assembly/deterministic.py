@@ -17,6 +17,7 @@ def use_deterministic_kernels() -> None:
     """Have PyTorch take such kernels, and refuse an operation that has none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it before cuBLAS starts
     torch.use_deterministic_algorithms(True)  # with warn_only flash attention's backward keeps its atomics
+    # pyrefly: ignore[missing-attribute]  # a property of the module's own class
     torch.utils.deterministic.fill_uninitialized_memory = False  # every torch.empty, for programs that read it
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,8 +15,10 @@ from qtrain.core.process import command_line
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import EXPORT_FORMATS, ModelSource, check_exports, export_as, keeping, left_by_training, read_formats
 from qtrain.quant import LinearChoice
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard, device_name
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 
 FLAG, PUSH = "--export_format", "--push_to_hub"
@@ -23,12 +26,13 @@ FLAG, PUSH = "--export_format", "--push_to_hub"
 
 def check_run_exports(prepared: Prepared) -> None:
     """UserError for a format that cannot hold the weights that the run will have."""
-    if prepared.settings.export:
-        formats = read_formats(prepared.settings.export_format, FLAG)
+    settings = prepared.language
+    if settings.export:
+        formats = read_formats(settings.export_format, FLAG)
         last = prepared.plan.phases[-1].linears if prepared.plan.phases else prepared.linears
         check_exports(prepared.architecture.empty, last, formats, FLAG)
-    if prepared.settings.push_to_hub is not None and not prepared.settings.dry_run:
-        check_pushes(prepared.settings.push_to_hub, prepared.settings.export_format)
+    if settings.push_to_hub is not None and not settings.dry_run:
+        check_pushes(settings.push_to_hub, settings.export_format)
 
 
 def check_pushes(repo_id: str, names: Sequence[str]) -> None:
@@ -50,15 +54,17 @@ def push_exports(folders: Mapping[str, Path], repo_id: str) -> list[str]:
 
 def export_paths(run: Run) -> dict[str, Path]:
     """Format -> the folder of the run that its export is in."""
+    assert isinstance(run.settings, LanguageSettings)
     return {name: run.folder.path / name for name in run.settings.export_format}
 
 
-def write_exports(prepared: Prepared, run: Run, model: nn.Module, tokenizer: Tokenizer | None) -> list[str]:
+def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer | None) -> list[str]:
     """Write RUN/FORMAT for each format. model: with the weights to export, of one process, or as `export_hf` takes
     others. Returns lines for the log."""
-    settings, folder = prepared.settings, run.folder.path
+    settings, folder = prepared.language, run.folder.path
     adapted = getattr(settings, "lora", None) is not None
     whose = whose_weights(run, adapted=adapted)
+    assert isinstance(prepared.architecture, LanguageArchitecture)
     source = prepared.architecture.source
     hardware = device_name(prepared.device, prepared.geometry.devices)
     card = ModelCard.of_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)

@@ -1,13 +1,14 @@
 """A causal language model as the scripts see it before it has weights."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from torch import nn
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -21,8 +22,10 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.hf.impl import HfModel
 from qtrain.models.hf.readers.declared import DeclaredCodes
 from qtrain.models.hf.readers.kept import linears_without_codes, matrices_in_codes
+from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
@@ -37,22 +40,22 @@ from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.machine import reserves_every_routing
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
-from qtrain.train.settings.settings import LanguageSettings, TrainSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageArchitecture(Architecture):
+class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
     """A causal language model. config: None for one that only transformers knows (--model_impl hf). parts: how ranks
     divide it; None: each has all of it."""
 
     source: ModelSource
     impl: str
     seq_len: int
-    config: ModelConfig | None
+    config: ModelConfig | MaybeNone
     parts: ModelParallel | None = None
     expert_rows: str | None = None
     """The plan's line on the rows of --ep."""
-    declared: DeclaredCodes | None = None
+    declared: DeclaredCodes | MaybeNone = None
     """The matrices of the weights to be loaded that are codes."""
 
     @classmethod
@@ -60,7 +63,7 @@ class LanguageArchitecture(Architecture):
         """The model that --model and --model_impl name, or this rank's part of it. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
-        config = source.model_config() if settings.model_impl == "native" else None
+        config = _native_config(source, settings)
         refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
         if settings.mlp_chunks and config.moe_layers:
@@ -77,7 +80,7 @@ class LanguageArchitecture(Architecture):
                 sequence=settings.sequence_parallel,
                 every_routing=reserves_every_routing(settings),
             )
-        rows = describe_rows(config.moe, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
+        rows = describe_rows(config.mixture, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
         loads = config is not None and settings.pretrained and source.has_weights
         declared = source.declared_codes() if loads else None
         return cls(source, settings.model_impl, settings.seq_len, config, parts, rows, declared)
@@ -103,9 +106,13 @@ class LanguageArchitecture(Architecture):
         size = self.source.config.get("vocab_size") if self.config is None else self.config.vocab_size
         return size if isinstance(size, int) else None
 
+    @property
+    def _place(self) -> Callable[[Decoder], None] | None:
+        return None if self.parts is None else self.parts.place
+
     @cached_property
-    def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl, self.parts and self.parts.place)
+    def empty(self) -> Decoder | HfModel:
+        model = empty_model(self.source, self.impl, self._place)
         limit = getattr(model, "max_positions", None)
         if limit is not None and self.seq_len > limit:
             raise UserError(
@@ -115,20 +122,25 @@ class LanguageArchitecture(Architecture):
         return model
 
     @property
+    def _empty_decoder(self) -> Decoder:
+        assert isinstance(self.empty, Decoder)
+        return self.empty
+
+    @property
     def rows(self) -> int:
         return self.seq_len
 
-    def head(self, model: nn.Module) -> nn.Module | None:
+    def head(self, model: Decoder | HfModel) -> nn.Module | None:
         return model.lm_head
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: Decoder | HfModel) -> list[nn.Module]:
         return list(model.layers)
 
-    def units(self, model: nn.Module) -> list[Unit]:
-        return decoder_units(model) if self.impl == "native" else super().units(model)
+    def units(self, model: Decoder | HfModel) -> list[Unit]:
+        return decoder_units(model) if isinstance(model, Decoder) else super().units(model)
 
-    def build(self, checked: CheckedSettings) -> nn.Module:
-        settings = checked.settings
+    def build(self, checked: CheckedSettings) -> Decoder | HfModel:
+        settings = checked.language
         model = build_model(
             self.source,
             impl=self.impl,
@@ -136,34 +148,36 @@ class LanguageArchitecture(Architecture):
             dtype=checked.dtype,
             pretrained=settings.pretrained,
             seed=settings.seed,
-            place=self.parts and self.parts.place,
+            place=self._place,
             lazy=True,
         )
-        if self.impl == "hf" and settings.doc_mask:
+        if isinstance(model, HfModel) and settings.doc_mask:
             model.check_documents()
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+        if not isinstance(model, Decoder):
+            return model
         if "residuals" in checked.offload:
             model.residual_offload = ResidualOffload(len(model.layers))
-        if self.config is not None and self.config.moe is not None:
+        if self.config.moe is not None:
             weight = settings.router_balance_loss
             model.router_losses.balance = self.config.moe.aux_loss if weight is None else weight
             model.router_losses.z = settings.router_z_loss
         return model
 
-    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+    def recompute(self, model: Decoder | HfModel, settings: LanguageSettings) -> None:
         apply_recompute(model, recompute_kinds(settings), kept_8bit(settings))
-        if settings.mlp_chunks:
+        if settings.mlp_chunks and isinstance(model, Decoder):
             model.set_mlp_chunks(settings.mlp_chunks)
 
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: Decoder | HfModel) -> None:
         compile_layers(model)
 
     def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
-        return linears_without_codes(self.declared, self.empty) if keeps_codes(scheme) else {}
+        return linears_without_codes(self.declared, self._empty_decoder) if keeps_codes(scheme) else {}
 
     def _describe_codes(self, linears: Sequence[LinearChoice]) -> str:
         """The plan's line on a checkpoint in codes."""
-        count = matrices_in_codes(self.declared, self.empty)
+        count = matrices_in_codes(self.declared, self._empty_decoder)
         kept = sum(linear.scheme is not None and linear.scheme.keeps_codes for linear in linears)
         what = (
             f"the frozen base of {kept:,} linears keeps them as they are"
@@ -220,7 +234,11 @@ class LanguageArchitecture(Architecture):
         return plan_language_run(checked, self.config, linears, hardware, data, trained)
 
 
-def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> None:
+def _native_config(source: ModelSource, settings: LanguageSettings) -> ModelConfig | MaybeNone:
+    return source.model_config() if settings.model_impl == "native" else None
+
+
+def _check_routers(settings: LanguageSettings, config: ModelConfig | MaybeNone) -> None:
     """UserError for settings of routers that the model does not have."""
     given = {
         "--router_balance_loss": settings.router_balance_loss,
@@ -230,7 +248,7 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
     for flag, value in given.items():
         if value and not config.moe_layers:
             raise UserError(f"{flag}: {settings.model} is not a mixture of experts; leave it out.")
-    if settings.router_bias_rate and not config.moe.selection_bias:
+    if settings.router_bias_rate and not config.mixture.selection_bias:
         raise UserError(
             f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
             "have; use --router_balance_loss."

@@ -16,6 +16,7 @@ from torch import nn
 from qtrain.core.checks import check_fields, user_path
 from qtrain.core.config import read_recipe
 from qtrain.core.errors import UserError
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import (
     Lora,
@@ -46,7 +47,7 @@ from qtrain.train.step.step import eval_weights, export_weights
 
 LANGUAGE_SCRIPTS = ("llm_pretrain", "llm_finetune")
 _HOW_IT_RAN = "many processes", "memory"
-ONE_PROCESS = {
+ONE_PROCESS: dict[str, Any] = {
     **{
         field.name: field.default
         for field in dataclasses.fields(LanguageSettings)
@@ -64,9 +65,9 @@ class MeasuredModel:
     """What `--model` names. exported: folder or hub id; else `checkpoint` is one of a run. trained: the settings of the
     run that it belongs to, those of its script included; empty where it belongs to none."""
 
-    exported: str | None
-    checkpoint: Path | None
-    settings: LanguageSettings | None
+    exported: str | MaybeNone
+    checkpoint: Path | MaybeNone
+    settings: LanguageSettings | MaybeNone
     trained: Mapping[str, Any]
     flag: str
 
@@ -84,6 +85,7 @@ class MeasuredModel:
             checkpoint = resolve_resume(name, Path())
         except UserError as error:
             raise UserError(str(error).replace("--resume", flag, 1)) from None
+        assert checkpoint is not None  # only of "auto" there may be none
         settings, values = _settings_of(checkpoint.parent.parent, flag)
         script = read_meta(checkpoint).get("script")
         if settings is None or script not in LANGUAGE_SCRIPTS:
@@ -160,7 +162,8 @@ class MeasuredModel:
     def _prepared(self, device: torch.device) -> tuple[Prepared, Lora | None]:
         # In the dtype of the run, which auto may not be on this device; older checkpoints do not name it.
         dtype = read_meta(self.checkpoint).get("dtype", self.settings.dtype)
-        settings = dataclasses.replace(self.settings, device=device.type, dtype=dtype)
+        changes: dict[str, Any] = {"device": device.type, "dtype": dtype}
+        settings = dataclasses.replace(self.settings, **changes)
         lora = None if self.trained.get("lora") is None else as_lora(self.trained["lora"])
         checked = check_settings(settings, self.trained["script"], frozen_base(lora, settings))
         checked = dataclasses.replace(checked, folder=RunFolder(self.checkpoint.parent.parent, self.checkpoint))
@@ -198,5 +201,7 @@ def _settings_of(run: Path, flag: str) -> tuple[LanguageSettings | None, dict[st
         return None, {}
     values = read_recipe(str(config), flag)
     names = {field.name for field in dataclasses.fields(LanguageSettings)}
-    shared = check_fields(LanguageSettings, {k: v for k, v in values.items() if k in names}, f"{flag} ({config})")
+    shared: dict[str, Any] = check_fields(
+        LanguageSettings, {k: v for k, v in values.items() if k in names}, f"{flag} ({config})"
+    )
     return LanguageSettings(**{**shared, **ONE_PROCESS}), values

@@ -48,7 +48,7 @@ class ModelCard:
         parts = [
             _front_matter(self.source, fmt_name),
             f"# {self.name}",
-            f"Exported by qtrain {__version__} as `{fmt_name}`: {type(fmt).__doc__.strip().splitlines()[0]}.",
+            f"Exported by qtrain {__version__} as `{fmt_name}`: {str(type(fmt).__doc__).strip().splitlines()[0]}.",
             self._training(),
             self._results(),
             _weights(config, held, self.lines),

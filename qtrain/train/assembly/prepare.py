@@ -146,7 +146,7 @@ def _planned(
         # With the scheme that the model is built for: norms that come with a later one are there from the first step.
         alone = [dataclasses.replace(checked.at(phase), scheme=checked.scheme) for phase in checked.phases]
         plans = [architecture.plan(one, own, hardware, data, trained) for one, own in zip(alone, linears, strict=True)]
-        return plan_of_phases(checked.phases, linears, plans, checked.settings.n_steps)
+        return plan_of_phases(checked.phases, linears, plans, checked.settings.steps)
 
     checked = dataclasses.replace(checked, reshards=False)
     plan = plan_of(checked)
@@ -162,8 +162,8 @@ def fit_memory(
 ) -> CheckedSettings:
     """With --fit auto: the settings that it chooses, which the plan's notes tell; else `checked` itself. UserError
     where nothing fits."""
-    settings = checked.settings
-    starts_ranks = settings.gpus > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
+    settings = checked.language
+    starts_ranks = settings.gpu_count > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
     if settings.fit == "off" or starts_ranks:
         return checked
     asked = checked.scheme

@@ -60,7 +60,12 @@ class TextData:
 
     @property
     def settings(self) -> LanguageSettings:
-        return self.checked.settings
+        return self.checked.language
+
+    @property
+    def document_end(self) -> int | None:
+        """The token that ends documents, which --doc_mask keeps apart; None without it."""
+        return self.tokenizer.eos_id if self.tokenizer is not None and self.settings.doc_mask else None
 
     @property
     def described(self) -> list[str]:
@@ -71,7 +76,7 @@ class TextData:
         named = eval_sets(settings.eval_ds, "--eval_ds")
         lines = [str(settings.train_ds)] if settings.train_ds else []
         lines += [f"{name}: {spec}" if name else str(spec) for name, spec in named.items()]
-        read = settings.n_steps * settings.batch_size
+        read = settings.steps * settings.batch_size
         if per_epoch:
             lines.append(f"{epochs(read / per_epoch)} of the training data's {per_epoch:,} sequences")
         elif about := self.stream.estimated_samples():
@@ -102,7 +107,9 @@ class TextData:
     @property
     def exported_tokenizer(self) -> Tokenizer | None:
         """The tokenizer with the chat template of the training data, which the exported model has learned."""
-        return self.tokenizer and with_chat_template(self.tokenizer, self.settings.train_ds, "--train_ds")
+        if self.tokenizer is None or self.settings.train_ds is None:
+            return self.tokenizer
+        return with_chat_template(self.tokenizer, self.settings.train_ds, "--train_ds")
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """This rank's micro-batches from `position` on; None: from the start. UserError for a position of other
@@ -139,7 +146,7 @@ def open_text(
     try:
         return _open_text(checked, architecture, model_tokenizer, seq_len_multiple)
     except NotHere as error:
-        settings = checked.settings
+        settings = checked.language
         if not settings.dry_run:
             raise
         if settings.n_steps is None:
@@ -150,7 +157,7 @@ def open_text(
 def _open_text(
     checked: CheckedSettings, architecture: LanguageArchitecture, model_tokenizer: bool, seq_len_multiple: int
 ) -> TextData:
-    settings, micro_batch_size = checked.settings, checked.geometry.micro_batch_size
+    settings, micro_batch_size = checked.language, checked.geometry.micro_batch_size
     if settings.train_ds is None:
         raise NotHere('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
     tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
@@ -158,10 +165,11 @@ def _open_text(
         model_tokenizer or (settings.pretrained and dataset_tokenizes(settings.train_ds, "--train_ds"))
     ):
         tokenizer = _tokenizer_of_model(architecture.source)
-    if settings.doc_mask and tokenizer is None:
-        raise tokenizer_needed("--train_ds", "--doc_mask")
-    if settings.doc_mask and tokenizer.eos_id is None:
-        raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
+    if settings.doc_mask:
+        if tokenizer is None:
+            raise tokenizer_needed("--train_ds", "--doc_mask")
+        if tokenizer.eos_id is None:
+            raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
     context = StreamContext(
         settings.seq_len,
         settings.seed,
@@ -182,9 +190,10 @@ def _open_text(
 def _steps_of_epochs(settings: LanguageSettings, stream: Stream, context: StreamContext) -> int:
     """The optimizer steps of --n_epochs; 0 without. UserError where the size of the data is not known. The stream then
     knows its samples."""
-    if not settings.n_epochs:
+    if not settings.n_epochs or settings.train_ds is None:
         return 0
-    samples = from_rank_0(lambda: count_samples(settings.train_ds, stream, context, "--n_epochs"))
+    spec = settings.train_ds
+    samples = from_rank_0(lambda: count_samples(spec, stream, context, "--n_epochs"))
     stream.samples_per_epoch = samples
     steps = settings.n_epochs * samples // settings.batch_size
     if not steps:

@@ -29,7 +29,7 @@ from qtrain.train.settings.settings import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionArchitecture(Architecture):
+class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
     """A classifier of timm. name: timm's own spelling (`models.check_vision_model`); classes: how many."""
 
     name: str

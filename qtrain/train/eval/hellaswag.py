@@ -97,7 +97,7 @@ def load_hellaswag(source: str, limit: int | None, flag: str) -> list[HellaSwagQ
         with reaching_hub(flag, f"the dataset {HUB}", fix):
             from datasets import load_dataset
 
-            rows = load_dataset(HUB, split="validation")
+            rows: Any = load_dataset(HUB, split="validation")
         rows = rows.select(range(min(limit, len(rows)))) if limit else rows
         return [read_question(row, f"{flag} ({HUB}, row {number})") for number, row in enumerate(rows)]
     questions: list[HellaSwagQuestion] = []

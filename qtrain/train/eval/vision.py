@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.images.augment import ImageTransform
 from qtrain.data.images.images import Images
 from qtrain.data.permutation import Permutation
@@ -18,7 +19,7 @@ class VisionEvaluation:
     """Called by the training loop: loss and accuracy over validation images, the same ones each time."""
 
     model: nn.Module
-    images: Images | None
+    images: Images | MaybeNone
     """None: nothing is evaluated."""
     transform: ImageTransform
     batch_size: int
@@ -33,7 +34,7 @@ class VisionEvaluation:
             return {}
         was_training = self.model.training
         self.model.eval()
-        sums = sum(self._measure(images, labels) for images, labels in self._batches())
+        sums: Any = sum(self._measure(images, labels) for images, labels in self._batches())
         self.model.train(was_training)
         loss, top1, top5 = (sums / self._count).tolist()
         return {"eval_loss": loss, "top1": top1, "top5": top5}

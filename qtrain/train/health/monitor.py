@@ -24,10 +24,12 @@ import torch
 
 from qtrain.comm.ranks import from_rank_0, rank
 from qtrain.core.errors import first_line
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import TensorBatch
 from qtrain.quant import LinearChoice, LowBitLinear, reassign
 from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
 from qtrain.quant.scheme_map import Spec, scheme_of
+from qtrain.quant.tensor_roles import READERS
 from qtrain.train.health.sample import Row, Sampler
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
@@ -64,7 +66,7 @@ class HealthMonitor:
         self._steps: deque[float] = deque(maxlen=32)
         """Seconds of the latest steps without a sample."""
         self._before: float | None = None
-        self._sampler: Sampler | None = Sampler(run.model, run.quantized, forward)
+        self._sampler: Sampler | MaybeNone = Sampler(run.model, run.quantized, forward)
         self._faults: dict[str, _Fault] = {}
         self._warned: set[tuple[str, str]] = set()
         """(linear or router, cause)"""
@@ -178,7 +180,7 @@ class HealthMonitor:
     @staticmethod
     def _linear(row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
         name = row["linear"]
-        tensors = {tensor: row[tensor] for tensor in ("x", "w", "dy") if tensor in row}
+        tensors = {tensor: row[tensor] for tensor in READERS if tensor in row}
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
             return _Judged()
@@ -227,10 +229,10 @@ class HealthMonitor:
             elif line.get("over"):
                 self._faults.setdefault(line["linear"], _Fault(line["step"])).samples += 1
             else:
-                self._faults.pop(line.get("linear"), None)
+                self._faults.pop(line.get("linear", ""), None)
 
     def _remember(self, warning: dict[str, Any]) -> None:
-        name = warning.get("linear")
+        name: Any = warning.get("linear")
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
         if "moved_to" in warning:  # in another scheme, it begins anew
             self._faults.pop(name, None)

@@ -79,7 +79,7 @@ class Sampler:
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def _backward(
-        self, piece: TensorBatch, trained: float, wanted: dict[str, list[nn.Parameter]], *, through_all: bool
+        self, piece: TensorBatch, trained: float, wanted: dict[str, list[Tensor]], *, through_all: bool
     ) -> dict[str, Tensor]:
         """The gradients that are wanted, each flat, of large ones some rows. through_all: run the backward pass of all
         layers."""
@@ -117,7 +117,7 @@ class Sampler:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(without_tuning())
-            for module in self._model.modules():
+            for module in list[Any](self._model.modules()):
                 # The layers' own loop over chunks of tokens: a sample is one chunk.
                 if getattr(module, "mlp_chunks", 0):
                     stack.callback(setattr, module, "mlp_chunks", module.mlp_chunks)
@@ -178,7 +178,7 @@ def _sampled(gradient: Tensor) -> Tensor:
     return rows[spread(rows.shape[0], max(1, LARGE // rows.shape[1]), rows.device)]
 
 
-def _trained(model: nn.Module, linear: LowBitLinear) -> list[nn.Parameter]:
+def _trained(model: nn.Module, linear: LowBitLinear) -> list[Tensor]:
     """The parameters whose gradient is that of a linear's weight: the weight, or its adapters."""
     if linear.weight.requires_grad:
         return [linear.weight]

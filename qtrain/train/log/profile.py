@@ -4,6 +4,7 @@ slowest operators."""
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -41,7 +42,7 @@ class StepProfiler:
         self._before = skip + 1
         self._remaining = self._needed = skip + 1 + steps if enabled else 0
         self._done = 0
-        self._profiler = None
+        self._profiler: Any = None
         if enabled:
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
@@ -79,7 +80,7 @@ class StepProfiler:
         recorded.export_chrome_trace(str(self._trace))
         on_gpu = torch.cuda.is_available()
         steps = max(self._done - self._before, 1)  # fewer of a run that ends while it is recorded
-        kernels = kernel_table(kernels_of(recorded.events(), on_gpu), steps, self._floor)
+        kernels = kernel_table(kernels_of(recorded.events() or (), on_gpu), steps, self._floor)
         self._kernels.write_text(kernels.text(), encoding="utf-8")
         self._logger.info("kernels     %s (%s)", kernels.short(), self._kernels)
         by = "self_device_time_total" if on_gpu else "self_cpu_time_total"

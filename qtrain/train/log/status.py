@@ -50,7 +50,8 @@ class TolerantStream:
 
 def safe_console() -> Console:
     """A console on stdout that never raises."""
-    return Console(file=TolerantStream(sys.stdout))
+    stream: Any = TolerantStream(sys.stdout)
+    return Console(file=stream)
 
 
 class _LogFile(logging.FileHandler):

@@ -7,6 +7,7 @@ synchronization, so reading them waits for nothing. On a CPU the marks are times
 
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -19,8 +20,8 @@ class StepClock:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._spare: list[torch.cuda.Event] = []
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
-        self._unread: list[tuple[str, torch.cuda.Event | float]] = []
+        self._marks: list[tuple[str, Any]] = []
+        self._unread: list[tuple[str, Any]] = []
         """Marks of the step before, whose events may not have been reached yet."""
         self._seconds: Counter[str] = Counter()
         self._steps = 0
@@ -46,7 +47,7 @@ class StepClock:
         self._seconds, self._steps = Counter(), 0
         return found
 
-    def _now(self) -> torch.cuda.Event | float:
+    def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
         # Events are reused, so a step in steady state creates none.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -25,11 +26,14 @@ from qtrain.train.settings.machine import (
     run_world,
 )
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
-from qtrain.train.settings.settings import BatchGeometry, TrainSettings
+from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 DEFAULT_STEPS = 1000
 """Of a run of a language model with neither --n_steps nor --n_epochs."""
+
+
+S = TypeVar("S", bound=TrainSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,16 @@ class CheckedSettings:
         scheme = with_overrides(settings.quantize_overrides, phase.scheme)
         return dataclasses.replace(self, settings=settings, scheme=scheme, phases=())
 
+    @property
+    def language(self) -> LanguageSettings:
+        """`settings` of a run of a language model."""
+        return self.settings_as(LanguageSettings)
+
+    def settings_as(self, kind: type[S]) -> S:
+        """`settings`, which are of this kind."""
+        assert isinstance(self.settings, kind)
+        return self.settings
+
 
 def count_steps(checked: CheckedSettings, by_epochs: int, default: int = 0) -> CheckedSettings:
     """The settings with `n_steps` in force. by_epochs: the steps of --n_epochs, 0 without. UserError where --n_steps
@@ -73,7 +87,7 @@ def count_steps(checked: CheckedSettings, by_epochs: int, default: int = 0) -> C
             f"give one of them; --n_epochs 0 and --n_steps {type(settings).n_steps} leave a recipe's out."
         )
     settings = dataclasses.replace(settings, n_steps=settings.n_steps or by_epochs or default)
-    checked.schedule.check(settings.n_steps)
+    checked.schedule.check(settings.steps)
     return dataclasses.replace(checked, settings=settings)
 
 
@@ -107,7 +121,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     options = Options(settings, script, scheme)
     check_exclusions(options, PLAN_EXCLUSIONS)
     check_plan_flags(settings)
-    check_gpus(settings.gpus, settings.device)
+    check_gpus(settings.gpu_count, settings.device)
     # Each of these refuses what its flags cannot be; the device comes first, which others depend on.
     device, dtype = options.device, options.dtype
     world = run_world(settings)

@@ -87,7 +87,7 @@ def candidates(
 
 
 def _of_group(
-    checked: CheckedSettings, group: list[list[Flags]], plan_of: Callable[[CheckedSettings], Plan]
+    checked: CheckedSettings, group: Sequence[Sequence[Flags]], plan_of: Callable[[CheckedSettings], Plan]
 ) -> Iterator[Candidate]:
     # The first is the fastest of its group, the last takes least: where that does not fit, none does.
     ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
@@ -145,7 +145,7 @@ def flags_within(checked: CheckedSettings, limit: float, plan_of: Callable[[Chec
     """The flags of the fastest run that takes at most `limit` bytes; None: none does."""
     found = candidates(checked, plan_of, keep_given=False)
     best = fastest([candidate for candidate in found if candidate.plan.memory_taken <= limit])
-    return best and best.command()
+    return None if best is None else best.command()
 
 
 def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSettings], Plan]) -> tuple[str, ...]:
@@ -158,10 +158,11 @@ def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSetti
         return (_smallest(found),) if found else ()
     if not plan.fits:
         return (f"{best.command()} takes {best.plan.memory_taken / GIB:.1f} GiB",)
+    have = plan.hardware.memory_bytes
     gain = plan.step_seconds / best.plan.step_seconds - 1
-    if gain < 0.02:
+    if gain < 0.02 or have is None:
         return ()
-    free = (plan.hardware.memory_bytes - plan.memory_taken) / GIB
+    free = (have - plan.memory_taken) / GIB
     return (
         f"{free:.1f} GiB are free: by the plan {best.command()} is {100 * gain:.0f}% faster and takes "
         f"{best.plan.memory_taken / GIB:.1f} GiB",
@@ -257,8 +258,9 @@ def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any
         return [{}]
     if not isinstance(settings, LanguageSettings):
         return [{"activation_checkpointing": name} for name in ("none", "full")]
-    by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
-    found = [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+    by_name: dict[str, Any] = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
+    sets: list[dict[str, Any]] = [{**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+    found = [{} if frozenset(flags["recompute"]) == kinds else flags for flags in sets]
     return [flags for flags in found if _allows(replace(settings, **flags), "--keep_8bit")]
 
 
@@ -273,7 +275,7 @@ def _allows(settings: TrainSettings, option: str) -> bool:
 
 def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: Callable[[], bool]) -> list[int]:
     """Chunks that MLPs may run in besides none, the fewest first."""
-    if not _own_decoder(settings) or (keep_given and settings.mlp_chunks):
+    if not isinstance(settings, LanguageSettings) or not _own_decoder(settings) or (keep_given and settings.mlp_chunks):
         return []
     numbers = [chunks for chunks in MLP_CHUNKS if tokens // chunks >= FEWEST_MLP_ROWS]
     chunked: dict[str, Any] = {
@@ -317,6 +319,6 @@ def _smallest(found: list[Candidate]) -> str:
 
 
 def _nothing_fits(found: list[Candidate], settings: TrainSettings) -> UserError:
-    have = found[0].plan.hardware.memory_bytes / GIB
+    have = (found[0].plan.hardware.memory_bytes or math.inf) / GIB
     limit = f" (--memory_limit {settings.memory_limit:g})" if settings.memory_limit else ""
     return UserError(f"--fit: nothing fits into {have:.1f} GiB{limit}; {_smallest(found)}.")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
@@ -65,7 +66,7 @@ def plan_language_run(
 ) -> Plan:
     """model_config: None for an architecture that has no native decoder; the plan then has no figures. trained: what
     trains, where not everything does."""
-    settings = checked.settings
+    settings = checked.language
     if model_config is None:
         return make_plan(checked, linears, hardware, data, None, per_sample=settings.seq_len)
     # BitNet adds norms before the output projections, whose weights count.
@@ -197,13 +198,15 @@ def _traffic(
     expert_shapes = _expert_shapes(model_config)
 
     def part(*, experts: bool) -> Traffic:
-        every = trained.shapes, alone, linears
-        return of(*([x for x in found if (x.shape in expert_shapes) == experts] for found in every))
+        def kept(found: Sequence[Any]) -> list[Any]:
+            return [x for x in found if (x.shape in expert_shapes) == experts]
+
+        return of(kept(trained.shapes), kept(alone), kept(linears))
 
     experts = ExpertTraffic(
         part(experts=True),
         layers=len(model_config.moe_layers),
-        tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
+        tokens=checked.geometry.micro_batch_size * checked.language.seq_len,
         bytes_per_token=_routed_bytes(checked, model_config, linears),
     )
     return replace(part(experts=False), experts=experts)
@@ -213,7 +216,7 @@ def _tensor_traffic(
     checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]
 ) -> TensorTraffic:
     """What the ranks of --tp exchange in a micro-batch."""
-    settings, element, width = checked.settings, checked.dtype.itemsize, model_config.hidden_size
+    settings, element, width = checked.language, checked.dtype.itemsize, model_config.hidden_size
     layers, mixtures = model_config.num_hidden_layers, len(model_config.moe_layers)
 
     kinds = recompute_kinds(settings)
@@ -244,7 +247,7 @@ def _tensor_traffic(
 def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]) -> float:
     """Of a layer, on average."""
     recomputed = bool({"block", "ffn"} & recompute_kinds(checked.settings))
-    shape = model_config.hidden_size, model_config.moe.per_token, checked.dtype.itemsize
+    shape = model_config.hidden_size, model_config.mixture.per_token, checked.dtype.itemsize
     routed = [n.scheme for n in linears if not n.is_head and linear_key(n.name) == "experts.gate_up"]
     return sum(routed_bytes_per_token(*shape, scheme, recomputed=recomputed) for scheme in routed) / len(routed)
 
@@ -265,7 +268,9 @@ def language_memory(
     low_bit = _low_bit_bytes(checked, model_config, linears, trained)
     trained = trained or all_of(model_config, checked.dtype.itemsize)
     # Optimizer states of weights stored in low bits have no fp32 master.
-    stored = Counter(linear.shape for linear in linears if linear.stored and not linear.is_head and not adapted)
+    stored: Counter[tuple[int, ...]] = Counter(
+        linear.shape for linear in linears if linear.stored and not linear.is_head and not adapted
+    )
     moved = "gradients" in checked.offload
 
     def comes_and_goes(found: ParameterGroup) -> bool:
@@ -299,7 +304,7 @@ def language_memory(
 
 
 def _step_shape(checked: CheckedSettings) -> StepShape:
-    settings = checked.settings
+    settings = checked.language
     return StepShape(
         micro_batch_size=checked.geometry.micro_batch_size,
         seq_len=settings.seq_len,
@@ -331,7 +336,7 @@ def _low_bit_bytes(
     layers = [in_layers[index] for index in sorted(in_layers)]
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
-    columns = {a.name: a.columns for a in trained.adapters} if adapted else {}
+    columns = {} if trained is None else {a.name: a.columns for a in trained.adapters}
     frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
     head = next((linear.in_one_layout if one else linear.scheme for linear in linears if linear.is_head), None)
 

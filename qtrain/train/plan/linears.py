@@ -111,8 +111,9 @@ def shares(linears: Iterable[LinearChoice], work: Mapping[str, float]) -> dict[L
 def check_overrides(linears: Sequence[LinearChoice], scheme: Scheme) -> None:
     """UserError for a rule of --quantize_overrides that names no linear, or that none of those it decides on can
     follow."""
-    rules = scheme.rules if isinstance(scheme, SchemeMap) else ()
-    for pattern, own in rules:
+    if not isinstance(scheme, SchemeMap):
+        return
+    for pattern, own in scheme.rules:
         if not any(matches(pattern, linear.name) for linear in linears):
             fused = "; q, k and v are one linear here, qkv, as gate and up are, gate_up"
             fix = f"Globs are matched with whole names{fused * any(n.name.endswith('.qkv') for n in linears)}."

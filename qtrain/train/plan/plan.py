@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
@@ -238,12 +239,12 @@ def make_plan(
     """
     check_environment()
     settings, geometry = checked.settings, checked.geometry
-    shared = {
+    shared: dict[str, Any] = {
         "model": settings.model,
         "scheme": (getattr(checked.scheme.root, "name", "") or settings.quantize)
         + ", some by --quantize_overrides" * bool(settings.quantize_overrides),
         "geometry": geometry,
-        "n_steps": settings.n_steps,
+        "n_steps": settings.steps,
         "tokens_per_step": settings.batch_size * per_sample,
         "hardware": hardware,
         "data": data,
@@ -267,6 +268,7 @@ def make_plan(
     # A user's own fraction, or the nearest measurement, with the name of what was measured.
     sol, source = settings.sol, "--sol"
     if sol is None:
+        assert parameters is not None  # as all figures need them
         sol, source = measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)
     if figures.between is None:
         passes = compute_seconds(seconds, samples, sol, figures.again, figures.frozen)

@@ -20,7 +20,7 @@ import torch
 from qtrain.core.hardware import Hardware, datasheet_hardware
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.quant.tensor_roles import Gemm
+from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
 from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
 from qtrain.train.plan.traffic import Traffic
@@ -65,8 +65,8 @@ def shortest_seconds(
 
 
 def _blocks_rate(scheme: LowBitScheme | None, gemm: Gemm) -> float:
-    formats = (None, None) if scheme is None else scheme.operand_formats(gemm)
-    return 1.0 if None in formats else BLOCKS_RATE.get(frozenset(fmt.granularity for fmt in formats), 1.0)
+    a, b = HIGH_PRECISION if scheme is None else scheme.operand_formats(gemm)
+    return 1.0 if a is None or b is None else BLOCKS_RATE.get(frozenset((a.granularity, b.granularity)), 1.0)
 
 
 def emulated_arithmetics(linears: Iterable[LinearChoice], hardware: Hardware) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
         "optimizer": share * checked.optimizer.state_bytes(shapes, element),
         "activations": checked.geometry.micro_batch_size * kept,
         "codes": codes,
-        "average": 4 * share * parameters if settings.ema_decay else 0,
+        "average": 4 * share * parameters if getattr(settings, "ema_decay", 0) else 0,
     }
     kinds = {kind: int(size) for kind, size in found.items() if size}
     on_host = checked.optimizer.host_bytes(shapes, element)

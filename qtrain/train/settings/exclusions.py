@@ -142,7 +142,7 @@ class Exclusion:
     """The flag, or a key of one, that the message names first: the one to change."""
     other: str
     """What it does not go with."""
-    applies: Callable[[Options], bool]
+    applies: Callable[[Options], object]
     """Whether the settings have both."""
     why: str
     """The reason, as the rest of the sentence that begins with the option; {flag} stands for the value of --flag."""
@@ -244,7 +244,7 @@ def _allowed(works: Callable[[OptimizerSpec], bool]) -> Callable[[Options], str]
     return allowed
 
 
-def _note(option: str, other: str, applies: Callable[[Options], bool], why: str) -> Exclusion:
+def _note(option: str, other: str, applies: Callable[[Options], object], why: str) -> Exclusion:
     """A row of an option that has no effect."""
     return Exclusion(option, other, applies, why, refused=False)
 
@@ -265,7 +265,7 @@ PLAN_EXCLUSIONS = (
           "it needs --world_size, the number of GPUs to plan for", "; or leave it out")
       for name in ("gpus_per_node", "wire", "sol")),
     Exclusion("--world_size", "torchrun, --gpus",
-        lambda o: o.settings.world_size is not None and (launched_world() > 1 or o.settings.gpus > 1),
+        lambda o: o.settings.world_size is not None and (launched_world() > 1 or o.settings.gpu_count > 1),
         "one process plans for any world", "; start it without torchrun and --gpus"),
 )
 # fmt: on
@@ -328,7 +328,7 @@ RUN_EXCLUSIONS = (
         "it adds gradients in fp32 on the GPU", "; leave it out, or take weights and gradients out of --offload"),
     _note("--offload", "--optim without what it names",
         lambda o: bool(o.optimizer.host_names) and _offloads_states(o)
-        and not set(o.settings.offload) & set(HOST_NAMES) <= set(o.optimizer.host_names),
+        and not set(o.settings.offload or ()) & set(HOST_NAMES) <= set(o.optimizer.host_names),
         "what --optim {optim} does not keep has no effect"),
     *(_note(option, "a CPU", lambda o, given=given: bool(given(o)) and o.device.type == "cpu",
           "has no effect on a CPU, whose memory is the host's")
@@ -397,7 +397,7 @@ RUN_EXCLUSIONS = (
     Exclusion("--quantize_kwargs", KEPT, lambda o: keeps_codes(o.scheme) and o.settings.quantize_kwargs,
         "the products of a base in the codes of --model have no options", f"{OTHER_BASE}, or leave it out"),
     Exclusion("--reshard_after_forward", KEPT,
-        lambda o: keeps_codes(o.scheme) and not rows_divide(o.scheme.root.stored_format)
+        lambda o: keeps_codes(o.scheme) and not rows_divide(getattr(o.scheme.root, "stored_format", ""))
         and o.settings.reshard_after_forward == "always" and run_world(o.settings) > 1,
         "the frozen base keeps FP8 codes with a scale per 128x128, which are not divided by rows",
         f"{OTHER_BASE}, or leave it out"),
@@ -551,7 +551,7 @@ RUN_EXCLUSIONS = (
     Exclusion("--optimizer_in_backward", "--optim that updates all parameters at once",
         _with("optimizer_in_backward", lambda o: o.optimizer.refuses_partitions()),
         "it updates a part of the model at a time",
-        lambda o: f"; {o.optimizer.refuses_partitions().removesuffix('.')}"),
+        lambda o: f"; {str(o.optimizer.refuses_partitions()).removesuffix('.')}"),
     # ---- tensor parallelism ----
     Exclusion("--tp", "models of timm", _with("tp", _timm),
         "{tp}, but models of timm have no tensor parallelism", SHARD),

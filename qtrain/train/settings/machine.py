@@ -149,7 +149,7 @@ def planned_device(settings: TrainSettings) -> torch.device:
 
 def run_world(settings: TrainSettings) -> int:
     """Processes of the run: of --world_size, of --gpus, or of the launcher that started this one."""
-    return settings.world_size or max(launched_world(), settings.gpus)
+    return settings.world_size or max(launched_world(), settings.gpu_count)
 
 
 def reserves_every_routing(settings: TrainSettings) -> bool:
@@ -176,7 +176,7 @@ def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:
         hardware = replace(describe_hardware(device), software=describe_software(device))
     if settings.memory_limit is not None:
         limit, have = round(settings.memory_limit * 2**30), hardware.memory_bytes
-        if limit > have:
+        if have is not None and limit > have:
             raise UserError(
                 f"--memory_limit: {settings.memory_limit:g} GiB are more than the {have / 2**30:.1f} of "
                 f"{hardware.name}; give less, or leave it out."

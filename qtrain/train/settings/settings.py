@@ -228,6 +228,18 @@ class TrainSettings:
     sol: Annotated[float, Range(0.01, 1)] | None = None
     """Fraction of the speed of light at which one GPU computes, with --world_size; None: as measured on an H200."""
 
+    @property
+    def steps(self) -> int:
+        """`n_steps`, once those of --n_epochs are counted."""
+        assert self.n_steps is not None
+        return self.n_steps
+
+    @property
+    def gpu_count(self) -> int:
+        """`gpus`, once "all" is counted."""
+        assert isinstance(self.gpus, int)
+        return self.gpus
+
 
 @dataclass(frozen=True)
 class LanguageSettings(EvaluationSettings, TrainSettings):

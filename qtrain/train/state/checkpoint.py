@@ -104,7 +104,7 @@ def newest_whole(folder: Path, other_than: Collection[Path] = ()) -> Path | None
 
 def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
     """How the saved tensors first differ from the `wanted` ones in name, shape or dtype; None if they do not."""
-    saved = index.state_dict_metadata
+    saved: dict[str, Any] = index.state_dict_metadata
     names = {name for name in {*saved, *wanted} if not name.startswith("rng.")}  # one entry per rank of the saved run
     missing, extra = sorted(names - saved.keys()), sorted(names - wanted.keys())
     if missing:

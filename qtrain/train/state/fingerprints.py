@@ -4,7 +4,7 @@ A position in the data means nothing in other files, and the same --model (and -
 the frozen weights again. A checkpoint holds fingerprints of both, so that a run is not resumed on other ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master
     """
     frozen = model_tensors(model, trains=False, master=master)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
-    splits = {name: group and model.partition(name) for name in frozen}
+    partition: Callable[[str], Partition | None] = getattr(model, "partition", lambda name: None)
+    splits = {name: None if group is None else partition(name) for name in frozen}
     if sums and group is not None:
         # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
         parts = group.all_gather_no_grad(torch.stack(sums)[None])

@@ -18,6 +18,7 @@ from torch import nn
 from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.core.checks import shown
 from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
@@ -79,8 +80,8 @@ class Run:
     optimizer: Optimizer
     state: TrainState
     ema: Ema | None = None
-    parallel: DataParallel | None = None
-    """None: one rank."""
+    parallel: DataParallel | MaybeNone = None
+    """None: one rank, for which `__post_init__` makes one."""
     data_files: Sequence[Path] = ()
     """Those that it trains on, as far as they are known."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -202,7 +203,7 @@ class Run:
     def _names_checkpoint(self) -> bool:
         """Whether --resume names one checkpoint rather than a run."""
         path = self.folder.resumed_from
-        return self.settings.resume is not None and Path(self.settings.resume).name == path.name
+        return self.settings.resume is not None and path is not None and Path(self.settings.resume).name == path.name
 
     def _none_whole(self, path: Path, error: DamagedCheckpoint) -> UserError:
         whole = newest_whole(path.parent, {path})
@@ -234,7 +235,7 @@ class Run:
         if not made_from(meta.get("schemes"), self.settings):
             state.phase = 0  # of another --quantize_schedule: the model was built as this one begins
         reassign(self.model, self.quantized, {name: scheme_of(spec, "--resume") for name, spec in changed.items()})
-        if state.step > self.settings.n_steps:
+        if state.step > self.settings.steps:
             raise UserError(
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."
             )
@@ -318,12 +319,13 @@ class Run:
 
     def _take_folder(self) -> None:
         # A new run that continues an older checkpoint names it, and starts with the curves so far.
-        parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
+        parent = self.folder.parent
+        continues = None if parent is None else {"run": str(parent), "step": self.state.step}
         try:
             self._locks.enter_context(locked(self.folder.path))
-            self._save_config(parent)
+            self._save_config(continues)
             for name in ("metrics.jsonl", "health.jsonl"):
-                if parent and (lines := self.folder.parent / name).exists():
+                if parent is not None and (lines := parent / name).exists():
                     shutil.copyfile(lines, self.folder.path / name)
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None

@@ -17,6 +17,7 @@ from qtrain.comm.ranks import all_gather, rank
 from qtrain.core.checks import Range, check_value
 from qtrain.core.errors import UserError
 from qtrain.optim import Optimizer
+from qtrain.optim.state_layout import StateShapes
 from qtrain.parallel.sharding.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -270,7 +271,7 @@ def finish_optimizer(optimizer: Optimizer, model: nn.Module, master: Master = it
     return optimizer.adopt_states({master(p): clean_name(name) for name, p in model.named_parameters()})
 
 
-def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _described(states: Mapping[str, Mapping[str, Any]]) -> StateShapes:
     """Shape and dtype of each of a parameter's states; no dtype for a plain number."""
     return {
         key: ((), None) if "value" in known else (tuple(known["shape"]), getattr(torch, known["dtype"]))

@@ -15,11 +15,13 @@ without: their micro-batches are then so large that a GPU is busy while Python l
 import gc
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import first_line
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import TensorBatch
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
@@ -80,10 +82,10 @@ class StepGraphs:
         self._requantize = parallel.requantize if parallel else quantized.refresh
         self._device = self._parameters[0].device
         self._pool = torch.cuda.graph_pool_handle()
-        self._batch: TensorBatch | None = None  # static inputs of the graphs
+        self._batch: TensorBatch | MaybeNone = None  # static inputs of the graphs
         self._trained = torch.ones((), device=self._device)
         # By `accumulate`: a graph with its loss, and the gradients that it leaves.
-        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._gradients: dict[bool, list[Tensor | None]] = {}
         self._refresh: torch.cuda.CUDAGraph | None = None
         self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
@@ -176,7 +178,7 @@ class StepGraphs:
         self._runs[kind] = self._runs.get(kind, 0) + 1
         return self._runs[kind] > WARM_UP and self._updated  # not within the first step
 
-    def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
+    def _record(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""
         # All graphs of a step share a memory pool: they never run at the same time.
         graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,7 @@
 """Batches of text or images through a model: the summed loss, for training and evaluation."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from qtrain.data.batch import Batch
 from qtrain.data.images.image_loader import ImageBatch
 from qtrain.models import LossSums
 
-Forward = Callable[[Batch], LossSums]
+Forward = Callable[[Any], LossSums]
 
 
 def document_ids(input_ids: Tensor, eos_id: int) -> Tensor:

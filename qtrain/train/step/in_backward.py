@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from qtrain.comm.ranks import all_gather, from_rank_0
 from qtrain.models import repeated_blocks
-from qtrain.optim import PartitionedOptimizer
+from qtrain.optim import Optimizer, PartitionedOptimizer
 from qtrain.parallel.sharding.data_parallel import DataParallel
 
 
@@ -49,7 +49,8 @@ class OptimizerInBackward:
     """The hooks that update the partitions of `parallel`. `begin` comes before a step's backward pass, `finish` after
     it. optimizer: of the masters."""
 
-    def __init__(self, optimizer: PartitionedOptimizer, parallel: DataParallel):
+    def __init__(self, optimizer: Optimizer, parallel: DataParallel):
+        assert isinstance(optimizer, PartitionedOptimizer), "--optimizer_in_backward refuses the others"
         self.optimizer, self._parallel = optimizer, parallel
         self._names, self._members = list(parallel.partitions), list(parallel.partitions.values())
         optimizer.partition([[sharded.master for sharded in members] for members in self._members])

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtrain.comm.ranks import rank
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import Batch
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
@@ -131,12 +132,13 @@ def eval_weights(
 
 
 @contextlib.contextmanager
-def export_weights(run: Run) -> Iterator[nn.Module | None]:
+def export_weights(run: Run) -> Iterator[nn.Module | MaybeNone]:
     """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
     that writes, where ranks have parts of it the whole one; None on the others."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
         if run.parallel.mesh.model_group is not None:
+            assert isinstance(run.model, Decoder)
             yield gather_whole_model(run.model, run.parallel.mesh)
         else:
             yield run.model if rank() == 0 else None
@@ -171,8 +173,7 @@ class ExpertBalance:
     """The experts' load in the steps of all ranks; nothing without a mixture. bias_rate: `--router_bias_rate`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, bias_rate: float):
-        has_experts = isinstance(model, Decoder) and model.expert_load is not None
-        self._model = model if has_experts else None
+        self._model = model if isinstance(model, Decoder) and model.expert_load is not None else None
         self._mesh, self._bias_rate = mesh, bias_rate
 
     def end_step(self) -> None:

@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 import llm_pretrain
 from qtrain.core.errors import UserError
@@ -188,6 +189,12 @@ def test_a_limit_is_the_memory_of_the_plan_and_at_most_the_devices():
     assert planned_hardware(settings, None).memory_bytes == 24 * GIB
     with pytest.raises(UserError, match=r"--memory_limit: 100 GiB are more than the 79\.1 of H100"):
         planned_hardware(dataclasses.replace(settings, memory_limit=100), None)
+
+
+def test_memory_limit_holds_where_the_system_does_not_tell_its_memory(monkeypatch):
+    monkeypatch.setattr("qtrain.core.hardware.host_memory", lambda: None)  # as on Windows
+    limited = planned_hardware(LanguageSettings(device="cpu", memory_limit=2), torch.device("cpu"))
+    assert limited.memory_bytes == 2 * GIB
 
 
 @pytest.mark.parametrize("name", ["3090", "4090", "5090", "l40s", "pro-6000", "a100", "h100", "h200", "b200", "gb200"])

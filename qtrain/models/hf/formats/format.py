@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.core.registry import Registry
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.model import ModelConfig
@@ -20,8 +21,8 @@ from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 class ExportFormat:
     """A choice of `--export_format`. One without `weight` is dense: its weights are in the model's dtype."""
 
-    weight: OperandFormat | None = None
-    """What a weight's codes and scales are."""
+    weight: OperandFormat | MaybeNone = None
+    """What a weight's codes and scales are; None of a dense format."""
 
     columns_multiple: int = 1
     """What the columns of a weight are a multiple of."""

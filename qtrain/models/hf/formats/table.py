@@ -25,7 +25,7 @@ def kept(scheme: Scheme, fmt: ExportFormat) -> KeptCodes:
         return KeptCodes(False, "trained in high precision")
     reasons = [why_not_held(own, fmt.weight) for own in trained]
     if None not in reasons:
-        return KeptCodes(False, "refused" if fmt.weight.fmt == "ternary" else reasons[0])
+        return KeptCodes(False, "refused" if fmt.weight.fmt == "ternary" else str(reasons[0]))
     repeated = trained[reasons.index(None)].granularity != fmt.weight.granularity
     notes = ["scales repeated"] * repeated + [fmt.scale_rounding] * bool(fmt.scale_rounding)
     return KeptCodes(True, f"equal ({', '.join(notes)})" if notes else "equal")

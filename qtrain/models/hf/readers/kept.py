@@ -19,7 +19,9 @@ def matrices_in_codes(declared: DeclaredCodes, model: Decoder) -> int:
 
 def linears_without_codes(declared: DeclaredCodes, model: Decoder) -> dict[str, str]:
     """The linears, by name, that cannot keep codes, with the reason. A linear may fuse several tensors."""
-    down, across = GRANULARITIES[declared.format.granularity]
+    fmt = declared.format
+    assert fmt is not None, "codes of several formats are not kept"
+    down, across = GRANULARITIES[fmt.granularity]
     left, linears = {}, _linears(model)
     for name, entries in weights_of(model.config, linears).items():
         columns = linears[name].in_features
@@ -27,7 +29,7 @@ def linears_without_codes(declared: DeclaredCodes, model: Decoder) -> dict[str, 
             left[name] = IN_HIGH_PRECISION
         elif down is not None and any(entry.start % down for entry in entries):
             left[name] = f"its projections are no multiples of {down} rows, so that their blocks do not fit together"
-        elif declared.format.fmt == "nf4" and columns % across:
+        elif fmt.fmt == "nf4" and across is not None and columns % across:
             left[name] = f"blocks of {across} cross the rows of {columns} elements"
     return left
 

@@ -82,14 +82,15 @@ def chart_data(chart: Chart) -> dict[str, Any]:
     below: np.ndarray | None = None
     for series in chart.colored:
         curve = series.curve
-        entry = {"name": series.name, "color": series.color, "style": series.style, "format": _value_format(curve)}
+        entry: dict[str, Any] = {"name": series.name, "color": series.color, "style": series.style}
+        entry["format"] = _value_format(curve)
         if series.style == "area":
             # Stacked areas have the same x, so they are not thinned apart from each other.
             top = curve.y if below is None else below + curve.y
             bottom = np.zeros(len(curve)) if below is None else below
             entry["data"] = _columns(Curve(curve.x, top)) | {"lower": _coded(bottom), "value": _coded(curve.y)}
             below, high = top, max(high, float(top.max()))
-        elif series.style == "band":
+        elif series.style == "band" and series.lower is not None:
             # Not thinned: `lower` would need the same indices.
             entry["data"] = _columns(curve) | {"lower": _coded(series.lower)}
         elif series.style == "smoothed":

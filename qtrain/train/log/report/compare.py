@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ def _distinct(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     for run in runs:
         seen[run.name] = seen.get(run.name, 0) + 1
         number = f" ({seen[run.name]})" if names.count(run.name) > 1 else ""
-        found.append(ComparedRun(**{**run.__dict__, "name": run.name + number}))
+        found.append(replace(run, name=run.name + number))
     return found
 
 

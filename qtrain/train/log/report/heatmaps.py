@@ -31,8 +31,9 @@ KEYS: dict[str, tuple[str, str, Badness]] = {
     for tensor, title in TENSORS.items()
     for measure, (label, bad) in MEASURES.items()
 }
+HIGH: Badness = "high"
 KEYS |= {
-    f"products.{gemm}": ("products", f"relative error of {gemm}", "high")
+    f"products.{gemm}": ("products", f"relative error of {gemm}", HIGH)
     for gemm in ("output", "grad_input", "grad_weight")
 }
 KEYS |= {

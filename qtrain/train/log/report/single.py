@@ -77,7 +77,8 @@ def _losses(run: RunRecords) -> Iterator[Chart]:
     yield Chart(
         "loss", "Loss", "nats", series, smoothing_note(training), log=True, focus=focus_of(training, validation)
     )
-    by_set = [Series(name, run.curve(key), "points") for key, name in named_losses(run, "eval")]
+    curves = {name: run.curve(key) for key, name in named_losses(run, "eval")}
+    by_set = [Series(name, curve, "points") for name, curve in curves.items() if curve is not None]
     yield Chart("datasets", "Validation loss by dataset", "nats", by_set)
 
 

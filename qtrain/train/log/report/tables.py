@@ -105,8 +105,8 @@ def headline(run: RunRecords) -> list[tuple[str, str, str]]:
     for key in sorted(key for key in run.columns if key.startswith("lm_eval/") and "_stderr" not in key):
         add(key, key, loss, step=True)
     add(run.samples.capitalize(), run.samples, count)
-    if seconds := run.seconds():
-        speed = float(np.median(run.curve(run.rate).y))
+    if (seconds := run.seconds()) and (rate := run.curve(run.rate)) is not None:
+        speed = float(np.median(rate.y))
         found.append(("Training time", duration(seconds), "without compile, evaluation and checkpoints"))
         found.append((f"{run.samples.capitalize()} per second", short_number(speed), "median"))
         if run.samples == "tokens" and speed > 0:
@@ -116,8 +116,8 @@ def headline(run: RunRecords) -> list[tuple[str, str, str]]:
     add("Peak memory", "mem", lambda value: f"{value / GIB:.2f} GiB", np.argmax)
     if (power := run.curve("gpu.power")) is not None:
         found.append(("GPU power", f"{np.mean(power.y):,.0f} W", "mean of this rank"))
-    if run.records and "joules" in run.positions:
-        each = three_digits(float(np.median(run.curve("joules_token").y)))
+    if run.records and "joules" in run.positions and (joules := run.curve("joules_token")) is not None:
+        each = three_digits(float(np.median(joules.y)))
         found.append(("Energy", energy(float(run.positions["joules"][-1])), f"{each} J a token"))
     return found
 
