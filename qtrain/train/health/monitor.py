@@ -1,9 +1,11 @@
 """Health of a run: takes samples, writes RUN/health.jsonl, warns once of each fault, and moves linears if asked to.
 
 A fault counts from the second sample in a row on: by then other schemes have been compared on the linear, so that the
-warning can name one. What has been warned of, and for how many samples a linear has been at fault, is read from the
-lines of health.jsonl when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme
-is agreed on by all ranks and part of every checkpoint.
+warning can name one. One that ruins a product counts at once, after a second look at the same sample with the
+comparison: every step until the next sample would be harmed. A linear that is at fault in the scheme that it was moved
+to goes on in bf16. What has been warned of, for how many samples a linear has been at fault, and where it was moved, is
+read from the lines of health.jsonl when a run resumes: there is no other state. Rank 0 samples and decides; who runs in
+which scheme is agreed on by all ranks and part of every checkpoint.
 
 Samples are off where layers exist only in parts, or only while they run: their collectives need all ranks.
 """
@@ -68,6 +70,8 @@ class HealthMonitor:
         self._faults: dict[str, _Fault] = {}
         self._warned: set[tuple[str, str]] = set()
         """(linear or router, cause)"""
+        self._moved: dict[str, str] = {}
+        """Linears, and the scheme that each was moved to."""
         self._log: MetricsLog | None = None
         if not self._sampler.has_work:
             self._interval = 0
@@ -95,7 +99,8 @@ class HealthMonitor:
         if before is not None:
             self._steps.append(now - before)
         self._before = now
-        if step % self._interval:
+        # With a fallback before the first update too: a fault that is there from the start must not train.
+        if step % self._interval and not (self._fallback and step == 1):
             return
         moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
         if self._fallback and (moves := from_rank_0(lambda: moves)):
@@ -130,7 +135,14 @@ class HealthMonitor:
         # As the step counts them, if other ranks have as many.
         trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
         try:
-            rows = self._sampler.sample(batches[0], trained, step // self._interval, self._faults.keys())
+            number = step // self._interval
+            rows = self._sampler.sample(batches[0], trained, number, self._faults.keys())
+            judgements = self._judge(rows)
+            # No other scheme was compared where nothing was suspected.
+            severe = {name for name, judged in judgements.items() if judged.severe and judged.remedy is None}
+            if severe:
+                rows = self._sampler.sample(batches[0], trained, number, {*self._faults, *severe})
+                judgements = self._judge(rows)
         except Exception as error:  # training goes on without: it needs no sample
             why = "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
             del error  # its frames hold the sample's tensors
@@ -145,11 +157,9 @@ class HealthMonitor:
             self._log = MetricsLog(self._path)
         moves: dict[str, Spec] = {}
         warnings: list[dict[str, Any]] = []
-        choices = {choice.name: choice for choice in self._quantized.choices}
-        linears = self._quantized.by_name()
         for row in rows:
             name = row["linear"]
-            judged = self._router(row) if "experts" in row else self._linear(row, choices[name], linears[name])
+            judged = judgements[name]
             causes = list(judged.causes)
             self._log.write({"step": step, **_compact(row), **({"over": causes} if causes else {})})
             # One good sample ends the row: a fault counts in consecutive samples.
@@ -160,9 +170,9 @@ class HealthMonitor:
             fault.samples += 1
             new = [cause for cause in causes if (name, cause) not in self._warned]
             # A delayed scale follows a tensor that grows in so many steps.
-            if fault.samples < CONFIRMED or step - fault.since < judged.steps:
+            if (fault.samples < CONFIRMED and not judged.severe) or step - fault.since < judged.steps:
                 continue
-            if judged.remedy is not None and self._fallback and fault.samples >= self._fallback:
+            if judged.remedy is not None and self._fallback and (fault.samples >= self._fallback or judged.severe):
                 moves[name] = judged.remedy
                 text = f"step {step:,}: {judged.text(new or causes, fault.since)}; moved to {judged.remedy}"
                 warnings.append({"warning": text, "linear": name, "moved_to": judged.remedy})
@@ -175,22 +185,36 @@ class HealthMonitor:
         _say([warning["warning"] for warning in warnings])
         return moves
 
-    @staticmethod
-    def _linear(row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
+    def _judge(self, rows: Sequence[Row]) -> dict[str, "_Judged"]:
+        """Of each linear and router of a sample."""
+        choices = {choice.name: choice for choice in self._quantized.choices}
+        linears = self._quantized.by_name()
+        return {
+            row["linear"]: self._router(row)
+            if "experts" in row
+            else self._linear(row, choices[row["linear"]], linears[row["linear"]])
+            for row in rows
+        }
+
+    def _linear(self, row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
         name = row["linear"]
         tensors = {tensor: row[tensor] for tensor in ("x", "w", "dy") if tensor in row}
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
             return _Judged()
         scheme, what_if = None, row.get("what_if")
-        if what_if:
+        if self._moved.get(name) == choice.spec:
+            scheme = "bf16"  # what seemed to mend it has not
+        elif what_if:
             scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
 
         def advice(finding: Finding) -> str:
-            better = (what_if or {}).get(scheme or "", {}).get(finding.tensor or "", {}).get(finding.measure)
+            other = (what_if or {}).get(scheme or "", {})
+            if finding.tensor is None:
+                better = other.get("products", {}).get(finding.gemm)
+            else:
+                better = other.get(finding.tensor, {}).get(finding.measure)
             has = "leaves it in high precision" if better is None else f"has {percent(better)}"
-            if finding.tensor is None and scheme not in (None, "bf16"):
-                has = "has better codes of its operands"
             override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
             return f"--quantize_overrides '{override}' {has}"
 
@@ -202,6 +226,7 @@ class HealthMonitor:
             },
             None if fixed else scheme,
             linear.scheme.amax_history,
+            not fixed and any(f.severe for f in found),
         )
 
     def _router(self, row: Row) -> "_Judged":
@@ -233,6 +258,7 @@ class HealthMonitor:
         name = warning.get("linear")
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
         if "moved_to" in warning:  # in another scheme, it begins anew
+            self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
             self._warned = {pair for pair in self._warned if pair[0] != name}
 
@@ -246,6 +272,8 @@ class _Judged:
     remedy: Spec | None = None
     steps: int = 0
     """For so many it must go on before it counts."""
+    severe: bool = False
+    """Whether one sample is enough to act."""
 
     def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
         # Tuples compare by their order first: a tensor before a product, then the furthest over its bound.
@@ -263,8 +291,8 @@ def _compact(row: Row) -> Row:
     if "what_if" not in row:
         return row
     errors = {
-        scheme: {tensor: measures["error"] for tensor, measures in tensors.items()}
-        for scheme, tensors in row["what_if"].items()
+        scheme: {name: of if name == "products" else of["error"] for name, of in errors.items()}
+        for scheme, errors in row["what_if"].items()
     }
     return {**row, "what_if": errors}
 
