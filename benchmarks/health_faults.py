@@ -142,7 +142,7 @@ class FaultSettings:
     """Steps of a run."""
     health: Count = 20
     """Steps between health samples."""
-    lr: float = 3e-3
+    lr: float = 1e-3
     """Peak learning rate."""
     jobs: Count = 1
     """Runs at a time."""
