@@ -2,10 +2,11 @@
 
 A fault counts from the second sample in a row on: by then other schemes have been compared on the linear, so that the
 warning can name one. One that ruins a product counts at once, after a second look at the same sample with the
-comparison: every step until the next sample would be harmed. A linear that is at fault in the scheme that it was moved
-to goes on in bf16. What has been warned of, for how many samples a linear has been at fault, and where it was moved, is
-read from the lines of health.jsonl when a run resumes: there is no other state. Rank 0 samples and decides; who runs in
-which scheme is agreed on by all ranks and part of every checkpoint.
+comparison: every step until the next sample would be harmed. With a fallback a linear then moves, and one that is at
+fault in the scheme that it was moved to goes on in bf16; collapsed routers get a load-balancing loss. What has been
+warned of, for how many samples a linear has been at fault, and what was done, is read from the lines of health.jsonl
+when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme is agreed on by all
+ranks and part of every checkpoint.
 
 Samples are off where layers exist only in parts, or only while they run: their collectives need all ranks.
 """
@@ -42,6 +43,8 @@ CONFIRMED = 2
 """Samples in a row after which a fault is one."""
 SAID = 8
 """Warnings of one sample in the log; health.jsonl has all."""
+BALANCE = 0.01
+"""The weight of the load-balancing loss that a fallback gives collapsed routers, if they have less."""
 INTERVAL, SHARE = 200, 0.01
 """Steps between samples, or a multiple that keeps them below this share of the time, where --health names none."""
 
@@ -72,6 +75,9 @@ class HealthMonitor:
         """(linear or router, cause)"""
         self._moved: dict[str, str] = {}
         """Linears, and the scheme that each was moved to."""
+        self._routers = bool(self._sampler.routers)
+        self._balance = 0.0
+        """Weight of the load-balancing loss because of collapsed routers; of rank 0."""
         self._log: MetricsLog | None = None
         if not self._sampler.has_work:
             self._interval = 0
@@ -82,6 +88,8 @@ class HealthMonitor:
         if rank() == 0 and resumed_step is not None and path.is_file():
             self._log = MetricsLog(path, resumed_step)
             self._replay(read_metrics(path))
+        if self._fallback and self._interval:
+            self._agree_on_balance()
 
     def _off_reason(self) -> str:
         parallel = self._run.parallel
@@ -103,13 +111,24 @@ class HealthMonitor:
         if step % self._interval and not (self._fallback and step == 1):
             return
         moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
-        if self._fallback and (moves := from_rank_0(lambda: moves)):
-            schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
-            reassign(self._run.model, self._quantized, schemes)
+        if self._fallback:
+            if moves := from_rank_0(lambda: moves):
+                schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
+                reassign(self._run.model, self._quantized, schemes)
+            self._agree_on_balance()
         if self._stretches and self._steps and self._sampler is not None and rank() == 0:
             self._stretch(time.perf_counter() - now, statistics.median(self._steps))
         # The time of the sample is no part of the next step's.
         self._before = time.perf_counter()
+
+    def _agree_on_balance(self) -> None:
+        """Train all ranks' routers with the load-balancing loss that rank 0 has decided on."""
+        if not self._routers or not (weight := from_rank_0(lambda: self._balance)):
+            return
+        losses = self._run.model.router_losses
+        if losses.balance < weight:
+            losses.balance = weight
+            self._quantized.assignments += 1  # recorded steps have the loss of before
 
     def _stretch(self, sample: float, step: float) -> None:
         """Have as many steps between samples as keep their time below SHARE. Both in seconds."""
@@ -176,6 +195,9 @@ class HealthMonitor:
                 moves[name] = judged.remedy
                 text = f"step {step:,}: {judged.text(new or causes, fault.since)}; moved to {judged.remedy}"
                 warnings.append({"warning": text, "linear": name, "moved_to": judged.remedy})
+            elif judged.balances and self._fallback and fault.samples >= self._fallback and not self._balance:
+                text = f"step {step:,}: {judged.text(causes, fault.since)}; --router_balance_loss is now {BALANCE}"
+                warnings.append({"warning": text, "linear": name, "causes": causes, "balance_loss": BALANCE})
             elif new:
                 text = f"{judged.text(new, fault.since)}; {judged.advice(new)}"
                 warnings.append({"warning": text, "linear": name, "causes": new})
@@ -240,7 +262,9 @@ class HealthMonitor:
         most = sorted(load, reverse=True)[: moe.per_token]
         what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
         flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
-        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, None)
+        trained = self._sampler.routers[row["linear"]].weight.requires_grad
+        balances = trained and self._run.model.router_losses.balance < BALANCE
+        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)
 
     # ---- what has been said ------------------------------------------------------------------------------------------
 
@@ -257,6 +281,7 @@ class HealthMonitor:
     def _remember(self, warning: dict[str, Any]) -> None:
         name = warning.get("linear")
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
+        self._balance = warning.get("balance_loss", self._balance)
         if "moved_to" in warning:  # in another scheme, it begins anew
             self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
@@ -274,6 +299,8 @@ class _Judged:
     """For so many it must go on before it counts."""
     severe: bool = False
     """Whether one sample is enough to act."""
+    balances: bool = False
+    """Whether a load-balancing loss would act on the router, which has less than BALANCE of it."""
 
     def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
         # Tuples compare by their order first: a tensor before a product, then the furthest over its bound.

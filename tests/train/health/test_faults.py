@@ -123,6 +123,22 @@ def test_a_fallback_is_taken_back_by_overrides():
     assert last["step"] == 15 and last["scheme"] == "int8"
 
 
+@pytest.mark.sweep
+def test_a_fallback_gives_collapsed_routers_a_balance_loss_also_when_the_run_is_resumed():
+    settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9, "ckpt_interval": 7, "n_steps": 9}
+    settings["router_balance_loss"] = 0
+    with health_faults.collapsed_router():
+        plain = run("plain", WIDE, **settings | {"health_fallback": 0})
+        whole = run("whole", WIDE, **settings)
+        again = run("again", WIDE, resume=str(whole / "checkpoints/00000007"), **settings)
+    told = [row for row in warnings(whole) if "balance_loss" in row]
+    assert len(told) == len({row["linear"] for row in told}) > 0, "a line for each router"
+    for row in told:
+        assert row["step"] == 5 and row["warning"].endswith("since step 1; --router_balance_loss is now 0.01")
+    assert losses(whole)[:4] == losses(plain)[:4] and losses(whole)[-1] != losses(plain)[-1], "it trains from step 5 on"
+    assert losses(again) == losses(whole)
+
+
 def test_a_fallback_leaves_a_linear_in_high_precision_that_no_scheme_mends():
     with outlier_channel(size=1e6):
         folder = run("faulty", quantize="int8", health_fallback=2, n_steps=10)
@@ -130,7 +146,7 @@ def test_a_fallback_leaves_a_linear_in_high_precision_that_no_scheme_mends():
     assert (moved["step"], moved["linear"], moved["moved_to"]) == (1, "layers.1.attn.qkv", "bf16")
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_a_linear_that_is_at_fault_where_it_was_moved_to_goes_on_in_high_precision(monkeypatch, resumed):
     size, before_step = torch.tensor(1000.0), HealthMonitor.before_step
 
