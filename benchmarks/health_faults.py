@@ -138,7 +138,7 @@ class FaultSettings:
     """Faults."""
     seeds: tuple[int, ...] = (1, 2, 3, 4)
     """Of weights and batches."""
-    n_steps: Count = 300
+    n_steps: Count = 240
     """Steps of a run."""
     health: Count = 20
     """Steps between health samples."""
