@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from qtrain.data.batch import TensorBatch
 from qtrain.quant import LinearChoice, LowBitLinear, reassign
 from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
 from qtrain.quant.scheme_map import Spec, scheme_of
+from qtrain.train.health.judged import Judged
 from qtrain.train.health.sample import Row, Sampler
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
@@ -207,7 +208,7 @@ class HealthMonitor:
         _say([warning["warning"] for warning in warnings])
         return moves
 
-    def _judge(self, rows: Sequence[Row]) -> dict[str, "_Judged"]:
+    def _judge(self, rows: Sequence[Row]) -> dict[str, Judged]:
         """Of each linear and router of a sample."""
         choices = {choice.name: choice for choice in self._quantized.choices}
         linears = self._quantized.by_name()
@@ -218,12 +219,12 @@ class HealthMonitor:
             for row in rows
         }
 
-    def _linear(self, row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
+    def _linear(self, row: Row, choice: LinearChoice, linear: LowBitLinear) -> Judged:
         name = row["linear"]
         tensors = {tensor: row[tensor] for tensor in ("x", "w", "dy") if tensor in row}
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
-            return _Judged()
+            return Judged()
         scheme, what_if = None, row.get("what_if")
         if self._moved.get(name) == choice.spec:
             scheme = "bf16"  # what seemed to mend it has not
@@ -241,7 +242,7 @@ class HealthMonitor:
             return f"--quantize_overrides '{override}' {has}"
 
         fixed = linear.scheme.latent or linear.scheme.stored_format is not None
-        return _Judged(
+        return Judged(
             {
                 f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
                 for f in found
@@ -251,20 +252,20 @@ class HealthMonitor:
             not fixed and any(f.severe for f in found),
         )
 
-    def _router(self, row: Row) -> "_Judged":
+    def _router(self, row: Row) -> Judged:
         moe = self._sampler.routers[row["linear"]].moe
         load = row["experts"]["load"]
         # Effective number of experts (inverse Simpson index): `experts` where the load is even.
         used = 1 / sum(share**2 for share in load)
         # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
         if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
-            return _Judged()
+            return Judged()
         most = sorted(load, reverse=True)[: moe.per_token]
         what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
         flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
         trained = self._sampler.routers[row["linear"]].weight.requires_grad
         balances = trained and self._run.model.router_losses.balance < BALANCE
-        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)
+        return Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)
 
     # ---- what has been said ------------------------------------------------------------------------------------------
 
@@ -286,31 +287,6 @@ class HealthMonitor:
             self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
             self._warned = {pair for pair in self._warned if pair[0] != name}
-
-
-@dataclass
-class _Judged:
-    """What is wrong with a linear or a router: cause -> (order, sentence, advice); and the scheme that mends it, if it
-    is known and the linear can run in it. Of several causes a tensor's comes before a product's, which follows."""
-
-    causes: dict[str, tuple[tuple[bool, float], str, str]] = field(default_factory=dict)
-    remedy: Spec | None = None
-    steps: int = 0
-    """For so many it must go on before it counts."""
-    severe: bool = False
-    """Whether one sample is enough to act."""
-    balances: bool = False
-    """Whether a load-balancing loss would act on the router, which has less than BALANCE of it."""
-
-    def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
-        # Tuples compare by their order first: a tensor before a product, then the furthest over its bound.
-        return max(self.causes[cause] for cause in causes)
-
-    def text(self, causes: Sequence[str], since: int) -> str:
-        return f"{self._worst(causes)[1]} since step {since:,}"
-
-    def advice(self, causes: Sequence[str]) -> str:
-        return self._worst(causes)[2]
 
 
 def _compact(row: Row) -> Row:
