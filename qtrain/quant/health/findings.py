@@ -30,7 +30,15 @@ ALTERNATIVES = ("fp8_rowwise", "fp8_blockwise", "mxfp8", "int8", "nvfp4")
 """The schemes that a sample compares with."""
 
 REMEDIES = ("fp8_rowwise", "fp8_blockwise", "int8")
-"""Those to move to, the first one that helps: they run on the tensor cores of every GPU that has their format."""
+"""Those to move to, the first one that is as good as any: they run on the tensor cores of every GPU that has their
+format."""
+REMEDY_SHARE = 0.5
+"""Of its bounds on products that a scheme to move to may use: what has brought one scheme over its bound may go on."""
+AS_GOOD = 1.5
+"""Times the least excess of all: that of a scheme's worst product over its error on Gaussian data, or 1 if it has
+none."""
+SEVERE = 3.0
+"""Times its bound a product must be off for one sample to decide: what it gives is then mostly error."""
 
 SATURATED = 2e-3
 """Of delayed scaling, whose scales are those of earlier steps. Others do not cut off but as their format says (MX)."""
@@ -54,6 +62,11 @@ class Finding(NamedTuple):
     """A name of `measures.NAMES`."""
     value: float
     bound: float
+
+    @property
+    def severe(self) -> bool:
+        """Whether training is harmed by every step until it ends."""
+        return self.tensor is None and self.value > SEVERE * self.bound
 
     @property
     def cause(self) -> str:
@@ -101,26 +114,37 @@ def alternatives(choice: LinearChoice, device: torch.device) -> dict[str, LowBit
 
 
 def remedy(
-    found: Iterable[Finding],
-    what_if: Mapping[str, Mapping[TensorName, Mapping[str, Any]]],
-    schemes: Mapping[str, LowBitScheme],
+    found: Iterable[Finding], what_if: Mapping[str, Mapping[str, Any]], schemes: Mapping[str, LowBitScheme]
 ) -> str:
-    """The scheme that has none of these findings and no other of its own; "bf16" where none of REMEDIES is such.
-    what_if: the measures of the tensors in other schemes, which are `schemes`."""
-    found = list(found)
+    """The scheme of REMEDIES that has none of these findings and no other of its own, with products well within their
+    bounds; of several the first one whose worst product exceeds what is usual of it as little as any. "bf16" where
+    there is none. what_if: the measures of the tensors in other schemes, which are `schemes`, and under "products" the
+    errors of these."""
+    found, excess = list(found), {}
     for name in REMEDIES:
-        # Not only better: the new scheme must be within its own bounds too.
-        measures = what_if.get(name)
-        if measures and not findings(schemes[name], measures) and all(_mends(f, measures) for f in found):
-            return name
-    return "bf16"
+        if name not in what_if:
+            continue
+        scheme, products = schemes[name], what_if[name].get("products", {})
+        tensors = {tensor: what_if[name][tensor] for tensor in READERS if tensor in what_if[name]}
+        # Not only better: the new scheme must be within its own bounds too. What is not finite is within none.
+        if (
+            None in products.values()
+            or findings(scheme, tensors)
+            or not all(_mends(f, tensors, products) for f in found)
+        ):
+            continue
+        if all(error <= REMEDY_SHARE * _product_bound(scheme, gemm) for gemm, error in products.items()):
+            # Relative to what is usual: of good data INT8 has smaller errors than FP8, which is no reason to prefer it.
+            excess[name] = max([1.0, *(error / _usual_product(scheme, gemm) for gemm, error in products.items())])
+    return next((name for name, worst in excess.items() if worst <= AS_GOOD * min(excess.values())), "bf16")
 
 
-def _mends(finding: Finding, measures: Mapping[TensorName, Mapping[str, Any]]) -> bool:
-    if finding.tensor is None:
-        return True  # of tensors whose codes are good
-    value = measures.get(finding.tensor, {}).get(finding.measure)
+def _mends(finding: Finding, tensors: Mapping[TensorName, Mapping[str, Any]], products: Mapping[str, float]) -> bool:
     # The bound is that of the scheme in use, which the finding has exceeded.
+    if finding.tensor is None:
+        value = products.get(finding.gemm)
+        return value is not None and value < finding.bound
+    value = tensors.get(finding.tensor, {}).get(finding.measure)
     return value is not None and value < finding.bound
 
 
@@ -146,11 +170,14 @@ def _bounds(scheme: LowBitScheme, name: TensorName) -> dict[str, float]:
 
 
 def _product_bound(scheme: LowBitScheme, gemm: Gemm) -> float:
-    """Of independent errors of both operands."""
+    return PRODUCT * _usual_product(scheme, gemm) + PRODUCT_MARGIN
+
+
+def _usual_product(scheme: LowBitScheme, gemm: Gemm) -> float:
+    """The error of a product of Gaussian data, whose operands have independent errors."""
     readers = [(name, i) for name, pair in READERS.items() for i, (reader, _) in enumerate(pair) if reader == gemm]
     # Independent relative errors add in squares.
-    usual = math.hypot(*(expected(scheme, name)[i]["error"] for name, i in readers))
-    return PRODUCT * usual + PRODUCT_MARGIN
+    return math.hypot(*(expected(scheme, name)[i]["error"] for name, i in readers))
 
 
 class Expected(NamedTuple):

@@ -25,13 +25,28 @@ from qtrain.quant.high_precision import HIGH_PRECISION
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
+from qtrain.quant.weight_codes import WeightRequest, quantize_weight
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor
 from qtrain.tensors.stored_weight import StoredWeight
 
-_ROWS = NeedsOperand(rows=True, columns=False)
+_ROWS, _COLUMNS = NeedsOperand(rows=True, columns=False), NeedsOperand(rows=False, columns=True)
 
-Pair = tuple[Tensor, Tensor]
-"""Elements of a tensor, and the same as a GEMM reads them."""
+
+class SchemeErrors:
+    """What the GEMMs of a linear read in one scheme: how far its tensors and products are off."""
+
+    def __init__(self, scheme: LowBitScheme):
+        self.scheme = scheme
+        self.tensors: dict[TensorName, Tensor] = {}
+        """fp32 [6] (`measures.NAMES`) of x, w and dy as the GEMM reads them that reads their rows."""
+        self.products: dict[Gemm, Tensor] = {}
+        """fp32, the error of each product on a sample of its elements."""
+        self.w_rows: Tensor | MaybeNone = None
+        """fp32 [64, K], the sampled rows of the weight as `output` reads them."""
+        self.w_columns: Tensor | MaybeNone = None
+        """fp32 [64, N], its sampled columns as `grad_input` reads them."""
+        self.x_columns: Tensor | MaybeNone = None
+        """fp32 [64, rows], sampled columns of x as `grad_weight` reads them."""
 
 
 class LinearProbe:
@@ -42,16 +57,12 @@ class LinearProbe:
 
     def __init__(self, choice: LinearChoice, linear: LowBitLinear, alternatives: dict[str, LowBitScheme] | None = None):
         self.choice, self.linear = choice, linear
-        self.alternatives = alternatives or {}
-        self.tensors: dict[TensorName, Tensor] = {}
-        """fp32 [6] (`measures.NAMES`) of x, w and dy as the GEMM reads them that reads their rows."""
-        self.products: dict[Gemm, Tensor] = {}
-        self.what_if: dict[tuple[str, TensorName], Tensor] = {}
-        """fp32 [6] of a tensor in another scheme."""
-        self.seen: set[TensorName] = set()
-        """Those of x and dy that have gone through, in low bits or not."""
-        self._x_columns: Pair | None = None
+        self.own = SchemeErrors(linear.scheme)
+        self.what_if = {name: SchemeErrors(scheme) for name, scheme in (alternatives or {}).items()}
         self._sample: _Sample | MaybeNone = None
+        self._saw_dy = False
+        self._x_columns: Tensor | MaybeNone = None
+        """[64, rows], the exact values of `SchemeErrors.x_columns`."""
 
     def __call__(self, arguments: LinearArguments) -> LinearArguments:
         """The arguments of a pass that is measured."""
@@ -66,53 +77,77 @@ class LinearProbe:
             if self._sample is None:
                 self._sample = self._choose_rows(request, t)
                 self._see_weight()
-                self._see_x(request, t, operands)
+                self._see_rows(request, t, operands, "output")
+                self._forget("w_rows")
             if self._x_columns is None and request.needs.columns:
-                self._x_columns = self._columns(request, t, operands.columns)
-        elif "dy" not in self.seen and self._sample is not None:
-            self._see_dy(request, t, operands)
+                self._x_columns = self._sampled_columns(t)
+                for errors, read in self._each(request, t, operands, _COLUMNS):
+                    errors.x_columns = self._read_columns(read.columns, t)
+        elif not self._saw_dy and self._sample is not None:
+            self._saw_dy = True
+            self._see_rows(request, t, operands, "grad_input")
+            if request.needs.columns and self._x_columns is not None:
+                self._see_gradient(request, t, operands)
+            self._forget("w_columns", "x_columns")
+            self._x_columns = None  # as long as the activations
 
-    def _see_x(self, request: OperandRequest, x: Tensor, operands: Operands) -> None:
-        self._measure(request, x, operands.rows)
-        if (w := self._weight) is not None:
-            own = self._matrix_rows(spread(self.choice.out_features, SAMPLE, w.device))
-            read = _read_rows(self.linear.weight_codes.operands().rows, w, own)
-            x_read = _read_rows(operands.rows, x, self._sample.rows)
-            self.products["output"] = product_error(x[self._sample.rows], w[own], x_read, read)
+    # ---- tensors and products ----------------------------------------------------------------------------------------
 
-    def _see_dy(self, request: OperandRequest, dy: Tensor, operands: Operands) -> None:
-        self._measure(request, dy, operands.rows)
-        rows = self._sample.rows
-        if request.needs.rows and self._weight is not None:
-            exact, read = self._weight_columns()
-            self.products["grad_input"] = product_error(dy[rows], exact, _read_rows(operands.rows, dy, rows), read)
-        if request.needs.columns and self._x_columns is not None:
-            exact, read = self._columns(request, dy, operands.columns)
-            if exact.shape[1] == self._x_columns[0].shape[1]:  # else the layer runs in chunks of its tokens
-                self.products["grad_weight"] = product_error(exact, self._x_columns[0], read, self._x_columns[1])
-        self._x_columns = None  # as long as the activations
+    def _each(
+        self, request: OperandRequest, t: Tensor, operands: Operands, needs: NeedsOperand
+    ) -> Iterator[tuple[SchemeErrors, Operands]]:
+        """The operands of x or dy in the run's own scheme, and in the others."""
+        yield self.own, operands
+        for errors in self.what_if.values():
+            own = OperandRequest(errors.scheme, request.name, needs, self.linear.key, groups=request.groups)
+            yield errors, quantize_operands(t, own)
 
-    # ---- tensors -----------------------------------------------------------------------------------------------------
+    def _see_rows(self, request: OperandRequest, t: Tensor, operands: Operands, gemm: Gemm) -> None:
+        """x [M, K] in `output`, or dy [M, N] in `grad_input`: the tensor, and its product with the weight."""
+        weight, rows = self._weight, self._sample.rows
+        exact = None
+        if weight is not None and request.needs.rows:
+            if gemm == "output":
+                exact = weight[self._weight_rows()]
+            else:
+                exact = self._read_weight_columns(None, weight)
+                codes = self.linear.weight_codes.operands().columns
+                self.own.w_columns = self._read_weight_columns(codes, weight)
+        for errors, read in self._each(request, t, operands, _ROWS):
+            if isinstance(read.rows, QuantizedTensor):
+                errors.tensors[request.name] = tensor_measures(t, read.rows)
+            if exact is not None:
+                w = errors.w_rows if gemm == "output" else errors.w_columns
+                errors.products[gemm] = product_error(t[rows], exact, _read_rows(read.rows, t, rows), w)
 
-    def _measure(self, request: OperandRequest, t: Tensor, operand: Operand | None) -> None:
-        """Of x or dy: the run's own codes, and those of other schemes."""
-        self.seen.add(request.name)
-        if isinstance(operand, QuantizedTensor):
-            self.tensors[request.name] = tensor_measures(t, operand)
-        self._compare(OperandRequest(request.scheme, request.name, _ROWS, self.linear.key, groups=request.groups), t)
+    def _see_gradient(self, request: OperandRequest, dy: Tensor, operands: Operands) -> None:
+        """dy in `grad_weight`."""
+        exact = self._sampled_columns(dy)  # [64, rows]
+        if exact.shape[1] != self._x_columns.shape[1]:
+            return  # the layer runs in chunks of its tokens
+        for errors, read in self._each(request, dy, operands, _COLUMNS):
+            own = self._read_columns(read.columns, dy)
+            errors.products["grad_weight"] = product_error(exact, self._x_columns, own, errors.x_columns)
 
-    def _compare(self, request: OperandRequest, t: Tensor) -> None:
-        for name, scheme in self.alternatives.items():
-            rows = quantize_operands(t, request._replace(scheme=scheme)).rows
-            if isinstance(rows, QuantizedTensor):
-                self.what_if[name, request.name] = tensor_measures(t, rows)
+    def _forget(self, *names: str) -> None:
+        for errors in (self.own, *self.what_if.values()):
+            for name in names:
+                setattr(errors, name, None)
 
     def _see_weight(self) -> None:
         if (w := self._weight) is None:
             return
-        if isinstance(rows := self.linear.weight_codes.operands().rows, QuantizedTensor):
-            self.tensors["w"] = tensor_measures(w, rows)
-        self._compare(OperandRequest(self.linear.scheme, "w", _ROWS, self.linear.key, groups=self.linear.groups), w)
+        rows = self._weight_rows()
+        for errors in (self.own, *self.what_if.values()):
+            if errors is self.own:
+                read = self.linear.weight_codes.operands()
+            else:
+                read = quantize_weight(WeightRequest(errors.scheme, w, self.linear.weight_key, self.linear.groups))
+                # The run's own codes stay in memory until backward; these do not.
+                errors.w_columns = self._read_weight_columns(read.columns, w)
+            if isinstance(read.rows, QuantizedTensor):
+                errors.tensors["w"] = tensor_measures(w, read.rows)
+            errors.w_rows = _read_rows(read.rows, w, rows)
 
     @property
     def _weight(self) -> Tensor | MaybeNone:
@@ -120,29 +155,30 @@ class LinearProbe:
         weight = self.linear.weight.detach()
         return None if self.linear.codes_only or isinstance(weight, StoredWeight) else weight
 
-    def _columns(self, request: OperandRequest, t: Tensor, operand: Operand | None) -> Pair:
+    def _read_weight_columns(self, operand: Operand | None, w: Tensor) -> Tensor:
+        """Sampled columns of the weight [64, N], all rows of the matrix, as `grad_input` sums over them."""
+        columns = spread(w.shape[1], SAMPLE, w.device)
+        matrix = self._matrix_rows(torch.arange(self.choice.out_features, device=w.device))
+        if not isinstance(operand, QuantizedTensor):
+            return w[matrix][:, columns].t()
+        if operand.format.sum_dim == 0:
+            return code_values(operand, w.shape[1], matrix, columns).values.t()
+        return code_values(operand, w.shape[0], columns, matrix, self._sample.expert, self.choice.groups).values
+
+    def _sampled_columns(self, t: Tensor) -> Tensor:
         """Sampled columns of x or dy [64, rows], all rows of them, for a product that sums over these."""
         columns, rows = spread(t.shape[1], SAMPLE, t.device), self._sample.summed
-        exact = t[:, columns].t() if rows is None else t[rows][:, columns].t()
+        return t[:, columns].t() if rows is None else t[rows][:, columns].t()
+
+    def _read_columns(self, operand: Operand | None, t: Tensor) -> Tensor:
+        """The same as a GEMM reads it."""
         if not isinstance(operand, QuantizedTensor):
-            return exact, exact
+            return self._sampled_columns(t)
+        columns, rows = spread(t.shape[1], SAMPLE, t.device), self._sample.summed
         if operand.format.sum_dim == 0:
             every = torch.arange(t.shape[0], device=t.device) if rows is None else rows
-            return exact, code_values(operand, t.shape[1], every, columns).values.t()
-        scale = self._sample.expert, 1 if request.groups is None else request.groups.count
-        return exact, code_values(operand, t.shape[0], columns, rows, *scale).values
-
-    def _weight_columns(self) -> Pair:
-        """Sampled columns of the weight [64, N], all rows of the matrix, as `grad_input` sums over them."""
-        w, operand = self._weight, self.linear.weight_codes.operands().columns
-        columns = spread(w.shape[1], SAMPLE, w.device)
-        own = self._matrix_rows(torch.arange(self.choice.out_features, device=w.device))
-        exact = w[own][:, columns].t()
-        if not isinstance(operand, QuantizedTensor):
-            return exact, exact
-        if operand.format.sum_dim == 0:
-            return exact, code_values(operand, w.shape[1], own, columns).values.t()
-        return exact, code_values(operand, w.shape[0], columns, own, self._sample.expert, self.choice.groups).values
+            return code_values(operand, t.shape[1], every, columns).values.t()
+        return code_values(operand, t.shape[0], columns, rows, self._sample.expert, self._sample.experts).values
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +189,11 @@ class LinearProbe:
         counts = torch.bincount(of_block + 1, minlength=request.groups.count + 1)[1:]  # blocks of none are -1
         expert = int(counts.argmax())  # synchronizes: the number of its rows is a shape
         rows = (of_block.repeat_interleave(BLOCK_ROWS) == expert).nonzero().flatten()
-        return _Sample(rows[spread(rows.shape[0], SAMPLE, t.device)], rows, expert)
+        return _Sample(rows[spread(rows.shape[0], SAMPLE, t.device)], rows, expert, request.groups.count)
+
+    def _weight_rows(self) -> Tensor:
+        """The sampled rows of the weight."""
+        return self._matrix_rows(spread(self.choice.out_features, SAMPLE, self.linear.weight.device))
 
     def _matrix_rows(self, own: Tensor) -> Tensor:
         """Rows of the weight, of the matrix that multiplies the sampled rows."""
@@ -168,6 +208,7 @@ class _Sample(NamedTuple):
     """Those that the gradient of the weight sums over; None: all."""
     expert: int = 0
     """The matrix that they are multiplied with."""
+    experts: int = 1
 
 
 def _unrecorded(scale: DelayedScale | None) -> DelayedScale | None:

@@ -1,9 +1,12 @@
 """Health of a run: takes samples, writes RUN/health.jsonl, warns once of each fault, and moves linears if asked to.
 
 A fault counts from the second sample in a row on: by then other schemes have been compared on the linear, so that the
-warning can name one. What has been warned of, and for how many samples a linear has been at fault, is read from the
-lines of health.jsonl when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme
-is agreed on by all ranks and part of every checkpoint.
+warning can name one. One that ruins a product counts at once, after a second look at the same sample with the
+comparison: every step until the next sample would be harmed. With a fallback a linear then moves, and one that is at
+fault in the scheme that it was moved to goes on in bf16; collapsed routers get a load-balancing loss. What has been
+warned of, for how many samples a linear has been at fault, and what was done, is read from the lines of health.jsonl
+when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme is agreed on by all
+ranks and part of every checkpoint.
 
 Samples are off where layers exist only in parts, or only while they run: their collectives need all ranks.
 """
@@ -16,7 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from qtrain.quant import LinearChoice, LowBitLinear, reassign
 from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
 from qtrain.quant.scheme_map import Spec, scheme_of
 from qtrain.quant.tensor_roles import READERS
+from qtrain.train.health.judged import Judged
 from qtrain.train.health.sample import Row, Sampler
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
@@ -42,6 +46,8 @@ CONFIRMED = 2
 """Samples in a row after which a fault is one."""
 SAID = 8
 """Warnings of one sample in the log; health.jsonl has all."""
+BALANCE = 0.01
+"""The weight of the load-balancing loss that a fallback gives collapsed routers, if they have less."""
 INTERVAL, SHARE = 200, 0.01
 """Steps between samples, or a multiple that keeps them below this share of the time, where --health names none."""
 
@@ -70,6 +76,11 @@ class HealthMonitor:
         self._faults: dict[str, _Fault] = {}
         self._warned: set[tuple[str, str]] = set()
         """(linear or router, cause)"""
+        self._moved: dict[str, str] = {}
+        """Linears, and the scheme that each was moved to."""
+        self._routers = bool(self._sampler.routers)
+        self._balance = 0.0
+        """Weight of the load-balancing loss because of collapsed routers; of rank 0."""
         self._log: MetricsLog | None = None
         if not self._sampler.has_work:
             self._interval = 0
@@ -80,6 +91,8 @@ class HealthMonitor:
         if rank() == 0 and resumed_step is not None and path.is_file():
             self._log = MetricsLog(path, resumed_step)
             self._replay(read_metrics(path))
+        if self._fallback and self._interval:
+            self._agree_on_balance()
 
     def _off_reason(self) -> str:
         parallel = self._run.parallel
@@ -97,16 +110,28 @@ class HealthMonitor:
         if before is not None:
             self._steps.append(now - before)
         self._before = now
-        if step % self._interval:
+        # With a fallback before the first update too: a fault that is there from the start must not train.
+        if step % self._interval and not (self._fallback and step == 1):
             return
         moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
-        if self._fallback and (moves := from_rank_0(lambda: moves)):
-            schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
-            reassign(self._run.model, self._quantized, schemes)
+        if self._fallback:
+            if moves := from_rank_0(lambda: moves):
+                schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
+                reassign(self._run.model, self._quantized, schemes)
+            self._agree_on_balance()
         if self._stretches and self._steps and self._sampler is not None and rank() == 0:
             self._stretch(time.perf_counter() - now, statistics.median(self._steps))
         # The time of the sample is no part of the next step's.
         self._before = time.perf_counter()
+
+    def _agree_on_balance(self) -> None:
+        """Train all ranks' routers with the load-balancing loss that rank 0 has decided on."""
+        if not self._routers or not (weight := from_rank_0(lambda: self._balance)):
+            return
+        losses: Any = self._run.model.router_losses
+        if losses.balance < weight:
+            losses.balance = weight
+            self._quantized.assignments += 1  # recorded steps have the loss of before
 
     def _stretch(self, sample: float, step: float) -> None:
         """Have as many steps between samples as keep their time below SHARE. Both in seconds."""
@@ -132,7 +157,14 @@ class HealthMonitor:
         # As the step counts them, if other ranks have as many.
         trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
         try:
-            rows = self._sampler.sample(batches[0], trained, step // self._interval, self._faults.keys())
+            number = step // self._interval
+            rows = self._sampler.sample(batches[0], trained, number, self._faults.keys())
+            judgements = self._judge(rows)
+            # No other scheme was compared where nothing was suspected.
+            severe = {name for name, judged in judgements.items() if judged.severe and judged.remedy is None}
+            if severe:
+                rows = self._sampler.sample(batches[0], trained, number, {*self._faults, *severe})
+                judgements = self._judge(rows)
         except Exception as error:  # training goes on without: it needs no sample
             why = "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
             del error  # its frames hold the sample's tensors
@@ -147,11 +179,9 @@ class HealthMonitor:
             self._log = MetricsLog(self._path)
         moves: dict[str, Spec] = {}
         warnings: list[dict[str, Any]] = []
-        choices = {choice.name: choice for choice in self._quantized.choices}
-        linears = self._quantized.by_name()
         for row in rows:
             name = row["linear"]
-            judged = self._router(row) if "experts" in row else self._linear(row, choices[name], linears[name])
+            judged = judgements[name]
             causes = list(judged.causes)
             self._log.write({"step": step, **_compact(row), **({"over": causes} if causes else {})})
             # One good sample ends the row: a fault counts in consecutive samples.
@@ -162,12 +192,15 @@ class HealthMonitor:
             fault.samples += 1
             new = [cause for cause in causes if (name, cause) not in self._warned]
             # A delayed scale follows a tensor that grows in so many steps.
-            if fault.samples < CONFIRMED or step - fault.since < judged.steps:
+            if (fault.samples < CONFIRMED and not judged.severe) or step - fault.since < judged.steps:
                 continue
-            if judged.remedy is not None and self._fallback and fault.samples >= self._fallback:
+            if judged.remedy is not None and self._fallback and (fault.samples >= self._fallback or judged.severe):
                 moves[name] = judged.remedy
                 text = f"step {step:,}: {judged.text(new or causes, fault.since)}; moved to {judged.remedy}"
                 warnings.append({"warning": text, "linear": name, "moved_to": judged.remedy})
+            elif judged.balances and self._fallback and fault.samples >= self._fallback and not self._balance:
+                text = f"step {step:,}: {judged.text(causes, fault.since)}; --router_balance_loss is now {BALANCE}"
+                warnings.append({"warning": text, "linear": name, "causes": causes, "balance_loss": BALANCE})
             elif new:
                 text = f"{judged.text(new, fault.since)}; {judged.advice(new)}"
                 warnings.append({"warning": text, "linear": name, "causes": new})
@@ -177,47 +210,65 @@ class HealthMonitor:
         _say([warning["warning"] for warning in warnings])
         return moves
 
-    @staticmethod
-    def _linear(row: Row, choice: LinearChoice, linear: LowBitLinear) -> "_Judged":
+    def _judge(self, rows: Sequence[Row]) -> dict[str, Judged]:
+        """Of each linear and router of a sample."""
+        choices = {choice.name: choice for choice in self._quantized.choices}
+        linears = self._quantized.by_name()
+        return {
+            row["linear"]: self._router(row)
+            if "experts" in row
+            else self._linear(row, choices[row["linear"]], linears[row["linear"]])
+            for row in rows
+        }
+
+    def _linear(self, row: Row, choice: LinearChoice, linear: LowBitLinear) -> Judged:
         name = row["linear"]
         tensors = {tensor: row[tensor] for tensor in READERS if tensor in row}
         found = findings(linear.scheme, tensors, row.get("products"))
         if not found:
-            return _Judged()
+            return Judged()
         scheme, what_if = None, row.get("what_if")
-        if what_if:
+        if self._moved.get(name) == choice.spec:
+            scheme = "bf16"  # what seemed to mend it has not
+        elif what_if:
             scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
 
         def advice(finding: Finding) -> str:
-            better = (what_if or {}).get(scheme or "", {}).get(finding.tensor or "", {}).get(finding.measure)
+            other = (what_if or {}).get(scheme or "", {})
+            if finding.tensor is None:
+                better = other.get("products", {}).get(finding.gemm)
+            else:
+                better = other.get(finding.tensor, {}).get(finding.measure)
             has = "leaves it in high precision" if better is None else f"has {percent(better)}"
-            if finding.tensor is None and scheme not in (None, "bf16"):
-                has = "has better codes of its operands"
             override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
             return f"--quantize_overrides '{override}' {has}"
 
         fixed = linear.scheme.latent or linear.scheme.stored_format is not None
-        return _Judged(
+        return Judged(
             {
                 f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
                 for f in found
             },
             None if fixed else scheme,
             linear.scheme.amax_history,
+            not fixed and any(f.severe for f in found),
         )
 
-    def _router(self, row: Row) -> "_Judged":
+    def _router(self, row: Row) -> Judged:
         moe = self._sampler.routers[row["linear"]].moe
         load = row["experts"]["load"]
         # Effective number of experts (inverse Simpson index): `experts` where the load is even.
         used = 1 / sum(share**2 for share in load)
         # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
         if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
-            return _Judged()
+            return Judged()
         most = sorted(load, reverse=True)[: moe.per_token]
         what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
         flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
-        return _Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, None)
+        trained = self._sampler.routers[row["linear"]].weight.requires_grad
+        losses: Any = self._run.model.router_losses
+        balances = trained and losses.balance < BALANCE
+        return Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)
 
     # ---- what has been said ------------------------------------------------------------------------------------------
 
@@ -234,30 +285,11 @@ class HealthMonitor:
     def _remember(self, warning: dict[str, Any]) -> None:
         name: Any = warning.get("linear")
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
+        self._balance = warning.get("balance_loss", self._balance)
         if "moved_to" in warning:  # in another scheme, it begins anew
+            self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
             self._warned = {pair for pair in self._warned if pair[0] != name}
-
-
-@dataclass
-class _Judged:
-    """What is wrong with a linear or a router: cause -> (order, sentence, advice); and the scheme that mends it, if it
-    is known and the linear can run in it. Of several causes a tensor's comes before a product's, which follows."""
-
-    causes: dict[str, tuple[tuple[bool, float], str, str]] = field(default_factory=dict)
-    remedy: Spec | None = None
-    steps: int = 0
-    """For so many it must go on before it counts."""
-
-    def _worst(self, causes: Sequence[str]) -> tuple[tuple[bool, float], str, str]:
-        # Tuples compare by their order first: a tensor before a product, then the furthest over its bound.
-        return max(self.causes[cause] for cause in causes)
-
-    def text(self, causes: Sequence[str], since: int) -> str:
-        return f"{self._worst(causes)[1]} since step {since:,}"
-
-    def advice(self, causes: Sequence[str]) -> str:
-        return self._worst(causes)[2]
 
 
 def _compact(row: Row) -> Row:
@@ -265,8 +297,8 @@ def _compact(row: Row) -> Row:
     if "what_if" not in row:
         return row
     errors = {
-        scheme: {tensor: measures["error"] for tensor, measures in tensors.items()}
-        for scheme, tensors in row["what_if"].items()
+        scheme: {name: of if name == "products" else of["error"] for name, of in errors.items()}
+        for scheme, errors in row["what_if"].items()
     }
     return {**row, "what_if": errors}
 

@@ -36,7 +36,7 @@ TURN_ELEMENTS = 2**27
 """Fewer where the weights of TURN of the largest linears have more elements."""
 
 Row = dict[str, Any]
-"""A line of health.jsonl, without its step; `what_if` has all measures of the tensors in other schemes."""
+"""A line of health.jsonl, without its step; `what_if` has of other schemes what the row has of its own."""
 
 
 class Sampler:
@@ -197,19 +197,17 @@ def _read_back(probes: dict[str, LinearProbe], directions: dict[str, Tensor]) ->
     tensors: list[Tensor] = []
     for name, probe in probes.items():
         row: Row = {"linear": name, "scheme": spec_text(probe.choice.spec)}
-        for tensor in ("x", "w", "dy"):
-            if tensor in probe.tensors:
-                places.append((row.setdefault(tensor, {}), NAMES))
-                tensors.append(probe.tensors[tensor])
-        for gemm, error in probe.products.items():
-            places.append((row.setdefault("products", {}), (gemm,)))
-            tensors.append(error.view(1))
+        for target, errors in ((row, probe.own), *((_what_if(row, scheme), e) for scheme, e in probe.what_if.items())):
+            for tensor in ("x", "w", "dy"):
+                if tensor in errors.tensors:
+                    places.append((target.setdefault(tensor, {}), NAMES))
+                    tensors.append(errors.tensors[tensor])
+            for gemm, error in errors.products.items():
+                places.append((target.setdefault("products", {}), (gemm,)))
+                tensors.append(error.view(1))
         if name in directions:
             places.append((row.setdefault("gradient", {}), ("cosine", "norm_ratio")))
             tensors.append(directions[name])
-        for (scheme, tensor), measures in probe.what_if.items():
-            places.append((row.setdefault("what_if", {}).setdefault(scheme, {}).setdefault(tensor, {}), NAMES))
-            tensors.append(measures)
         rows.append(row)
     values = torch.cat([t.float() for t in tensors]).tolist() if tensors else []
     at = 0
@@ -217,6 +215,10 @@ def _read_back(probes: dict[str, LinearProbe], directions: dict[str, Tensor]) ->
         target.update(zip(names, map(_short, values[at : at + len(names)]), strict=True))
         at += len(names)
     return rows
+
+
+def _what_if(row: Row, scheme: str) -> Row:
+    return row.setdefault("what_if", {}).setdefault(scheme, {})
 
 
 def _short(value: float) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qtrain.train.log.energy import EnergyMeter
+from qtrain.train.log.jsonl import read_records, record_of
 from qtrain.train.log.step_clock import StepClock
 
 log = logging.getLogger("qtrain")
@@ -28,23 +29,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A complete line of the log as a record; None for a truncated one."""
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl in order, without a line truncated by a kill; none of a file that is missing or
     cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            return [record for line in file if (record := _record(line)) is not None]
-    except OSError:
-        return []
+    return read_records(Path(path))[0]
 
 
 class MetricsLog:
@@ -67,7 +55,7 @@ class MetricsLog:
     def _truncate(self, last_step: int) -> None:
         with self.path.open("rb") as file:
             # A copy that replaces the log at once: a kill in between loses nothing.
-            kept = [line for line in file if (record := _record(line)) and record["step"] <= last_step]
+            kept = [line for line in file if (record := record_of(line)) and record["step"] <= last_step]
         shorter = self.path.with_name(f".{self.path.name}.tmp")
         with shorter.open("wb") as file:
             file.writelines(kept)

@@ -8,7 +8,7 @@ from typing import Any
 from qtrain.core.checks import MAX_JSON
 from qtrain.core.errors import TrainingStopped, UserError, first_line
 from qtrain.core.reading import read_small
-from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.jsonl import in_order, read_records
 from qtrain.train.log.trackers import TRACKERS, WHOLE_RUN, check_trackers, curves
 
 
@@ -23,7 +23,7 @@ def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
     check_trackers([tracker], flag)
     if not folder.is_dir():
         raise UserError(f"{flag} {tracker}: there is no run folder {str(folder)!r}.")
-    records = current_records(read_metrics(folder / "metrics.jsonl"))
+    records = timed(in_order(read_records(folder / "metrics.jsonl")[0]))
     if not records:
         raise UserError(
             f"{flag} {tracker}: {folder / 'metrics.jsonl'} has no records; give the folder of a run that has trained, "
@@ -46,16 +46,9 @@ def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
     return len(records)
 
 
-def current_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records in order of their steps, each with a `time`, if any has one: that of the one before, where it has
-    none of its own. Where the steps go back, as after a kill and a resume of an older checkpoint, the later ones
-    count."""
-    found: list[dict[str, Any]] = []
-    for record in records:
-        # An evaluation follows its step; the record of a step is the first of it.
-        while found and found[-1]["step"] > record["step"] - ("loss" in record):
-            found.pop()
-        found.append(dict(record))
+def timed(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records, each with a `time`, if any has one: that of the one before, where it has none of its own."""
+    found = [dict(record) for record in records]
     # The first time of any record also stands in for records before it.
     latest = next((time for r in found if (time := _number(r.get("time")))), None)
     for record in found:

@@ -209,8 +209,9 @@ class TrainSettings:
     RUN/health.jsonl, and a warning where it is too much; 0: none; None: 200, or as many more as keep the samples below
     1% of the time."""
     health_fallback: CountOrZero = 0
-    """Move a linear that is over its bound in this many health samples in a row to a scheme that mends it; 0: only
-    warn. Samples are then 200 steps apart, or --health: who runs in which scheme does not depend on the time."""
+    """Move a linear that is over its bound in this many health samples in a row, or far over it in one, to a scheme
+    that mends it; 0: only warn. Samples are then 200 steps apart, or --health, from the first step on: who runs in
+    which scheme does not depend on the time."""
     profile: bool = False
     """Record three steps with PyTorch's profiler: the trace, and a table of kernels by kind beside the shortest time
     that the plan allows, into the run folder."""

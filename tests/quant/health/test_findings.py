@@ -83,6 +83,36 @@ def test_the_remedy_is_the_first_scheme_that_mends_all_and_breaks_nothing():
     assert remedy(found, {"mxfp8": {"x": good}}, others) == "bf16", "which is emulated on most GPUs"
 
 
+@pytest.mark.parametrize(
+    ("products", "scheme"),
+    [
+        ({"fp8_rowwise": 0.04, "fp8_blockwise": 0.03, "int8": 0.01}, "fp8_rowwise"),  # all as usual
+        ({"fp8_rowwise": 0.09, "fp8_blockwise": 0.04, "int8": 0.5}, "fp8_blockwise"),  # an outlier within a row
+        ({"fp8_rowwise": 0.2, "fp8_blockwise": 0.2, "int8": 0.9}, "bf16"),  # within bounds, and not well
+        ({"fp8_rowwise": None, "fp8_blockwise": None, "int8": None}, "bf16"),  # not finite
+        ({"fp8_rowwise": 0.9, "int8": 0.01}, "int8"),
+    ],
+)
+@pytest.mark.parametrize("gemm", ["output", "grad_input", "grad_weight"])
+def test_the_worst_product_decides_on_the_remedy(products, scheme, gemm):
+    """Whichever of the three it is: the other two are as usual."""
+    what_if = {
+        name: {"products": {"output": 0.01, "grad_input": 0.01, "grad_weight": 0.01, gemm: error}}
+        for name, error in products.items()
+    }
+    assert remedy([Finding(gemm, None, "error", 0.9, 0.15)], what_if, alternatives(CHOICE, CPU)) == scheme
+
+
+def test_a_product_that_is_not_measured_mends_nothing():
+    found = [Finding("output", None, "error", 0.9, 0.15)]
+    assert remedy(found, {"fp8_rowwise": {"products": {"grad_weight": 0.03}}}, alternatives(CHOICE, CPU)) == "bf16"
+
+
+def test_only_products_far_beyond_their_bounds_are_severe():
+    assert Finding("output", None, "error", 0.9, 0.15).severe and not Finding("output", None, "error", 0.4, 0.15).severe
+    assert not Finding("output", "x", "saturated", 0.9, 0.002).severe
+
+
 def test_words_have_the_figure():
     assert Finding("output", "x", "saturated", 0.0414, 0.002).words() == "4.1% of x saturates"
     assert Finding("grad_input", "dy", "flushed_sum", 0.5, 0.2).words() == "50% of the sum of |dy| is flushed to zero"

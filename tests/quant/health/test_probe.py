@@ -48,11 +48,32 @@ def test_errors_are_those_of_the_products_that_run(scheme, kwargs):
         y.backward(dy)
     w, x64, dy64 = (t.detach().double() for t in (linear.weight, x, dy))
     y = y.detach().double() - linear.bias.detach().double()
-    found = {name: error.item() for name, error in probe.products.items()}
+    found = {name: error.item() for name, error in probe.own.products.items()}
     assert found["output"] == pytest.approx(relative(y, x64 @ w.t()), rel=1e-3, abs=1e-5)
     assert found["grad_input"] == pytest.approx(relative(x.grad, dy64 @ w), rel=1e-3, abs=1e-5)
     assert found["grad_weight"] == pytest.approx(relative(linear.weight.grad, dy64.t() @ x64), rel=1e-3, abs=1e-5)
-    assert set(probe.tensors) == {"x", "w", "dy"}
+    assert set(probe.own.tensors) == {"x", "w", "dy"}
+
+
+def test_what_other_schemes_do_is_what_they_do_when_they_run():
+    """Tensors and products of a what-if scheme are those of a linear that runs in it."""
+    model, quantized, _ = one_linear("int8", {}, 48, 192)
+    others = alternatives(quantized.choices[0], torch.device("cpu"))
+    probe = LinearProbe(quantized.choices[0], quantized.linears[0], others)
+    x, dy = matrix(33, 192, 1, "outlier").requires_grad_(), matrix(33, 48, 2)
+    with probing([probe]):
+        model(x).backward(dy)
+    assert list(probe.what_if) == ["fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+    for name, errors in probe.what_if.items():
+        model, _, own = one_linear(name, {}, 48, 192)
+        with probing([own]):
+            model(x).backward(dy)
+        rel = 0.2 if name == "nvfp4" else 1e-5  # rounded stochastically
+        assert {k: v.item() for k, v in errors.products.items()} == pytest.approx(
+            {k: v.item() for k, v in own.own.products.items()}, rel=rel
+        )
+        for tensor, measures in own.own.tensors.items():
+            torch.testing.assert_close(errors.tensors[tensor], measures, rtol=rel, atol=1e-2 * rel)
 
 
 @pytest.mark.parametrize("rows", [1, 300])
@@ -64,8 +85,8 @@ def test_sampled_errors_are_close_to_those_of_whole_products(rows):
         y.backward(dy)
     w, bias = quantized.linears[0].weight.detach().double(), quantized.linears[0].bias.detach().double()
     true = relative(y.detach().double() - bias, x.detach().double() @ w.t())
-    assert probe.products["output"].item() == pytest.approx(true, rel=0.15)
-    assert probe.products["grad_weight"].item() == pytest.approx(
+    assert probe.own.products["output"].item() == pytest.approx(true, rel=0.15)
+    assert probe.own.products["grad_weight"].item() == pytest.approx(
         relative(quantized.linears[0].weight.grad, dy.double().t() @ x.detach().double()), rel=0.15, abs=1e-6
     )
 
@@ -92,7 +113,7 @@ def test_the_scale_is_that_of_the_run():
     with probing([probe]):
         model(4 * x).sum().backward()
     share = ((4 * x).abs() > x.abs().max() * 464 / 448).float().mean()
-    assert probe.tensors["x"][NAMES.index("saturated")].item() == pytest.approx(share.item(), abs=1e-6)
+    assert probe.own.tensors["x"][NAMES.index("saturated")].item() == pytest.approx(share.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8_blockwise", "bf16"])
@@ -123,8 +144,8 @@ def test_a_fused_mlp_shows_the_tensors_between_its_linears(scheme):
     for one, other in zip(gradients, before, strict=True):
         assert relative(one, other.double()) < 0.05
     for probe in probes:
-        assert set(probe.tensors) == {"x", "w", "dy"} and len(probe.products) == 3
-        assert all(0 < error < 0.1 for error in probe.products.values())
+        assert set(probe.own.tensors) == {"x", "w", "dy"} and len(probe.own.products) == 3
+        assert all(0 < error < 0.1 for error in probe.own.products.values())
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8_rowwise", "fp8_tensorwise", "fp8_blockwise", "nvfp4"])
@@ -148,6 +169,8 @@ def test_experts_are_sampled_at_the_one_with_the_most_rows(scheme):
         y.backward(matrix(60, 128, 2))
     bound = 0.3 if scheme == "nvfp4" else 0.06
     for name, probe in probes.items():
-        assert set(probe.tensors) == {"x", "w", "dy"}, name
-        assert all(0 < error < bound for error in probe.products.values()), (name, probe.products)
-        assert {scheme for scheme, _ in probe.what_if} == set(probe.alternatives)
+        assert set(probe.own.tensors) == {"x", "w", "dy"}, name
+        assert all(0 < error < bound for error in probe.own.products.values()), (name, probe.own.products)
+        assert probe.what_if.keys() == alternatives(names[name], x.device).keys()
+        for errors in probe.what_if.values():
+            assert len(errors.products) == 3 and all(0 < error < 0.4 for error in errors.products.values())

@@ -1,6 +1,8 @@
 """Faults that are put into real runs: the health names them within 20 steps, and a fallback moves what is at fault."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,9 @@ import pytest
 import torch
 
 import llm_pretrain
-from qtrain.models.native.router import Router
-from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.schemes.fp8_rowwise import Fp8Rowwise
-from qtrain.tensors.quantized_tensor import OperandFormat
-from qtrain.train.assembly import assemble
+from benchmarks import health_faults
+from qtrain.train.health import monitor
+from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl
 from tests.system import call, flags, losses, write_model
@@ -45,61 +45,18 @@ def warnings(folder: Path) -> list[dict[str, Any]]:
 # ---- the faults ------------------------------------------------------------------------------------------------------
 
 
-def outlier_channel(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
-    """A channel of the input of layers.1.attn.qkv that is large and that nothing reads: its weights are 0."""
-    build = assemble.build_quantized
-
-    def with_outlier(prepared: Any) -> Any:
-        model, quantized = build(prepared)
-        layer, channel = model.layers[1], 5
-        weight, mask = layer.attn.qkv.weight, torch.ones(64, device=device)
-        mask[channel] = 0
-
-        def hook(module: Any, inputs: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * mask.to(x.dtype) + 1000 * (1 - mask).to(x.dtype)
-
-        layer.attn_norm.register_forward_hook(hook)
-        with torch.no_grad():
-            weight.mul_(mask)
-        weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
-        quantized.refresh_weights()
-        return model, quantized
-
-    monkeypatch.setattr(assemble, "build_quantized", with_outlier)
-
-
-def e5m2_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fp8_rowwise with scales that are no powers of two."""
-    formats = Fp8Rowwise.low_bit_formats
-
-    def low_bit_formats(self: Fp8Rowwise, gemm: Any) -> tuple[OperandFormat, OperandFormat]:
-        first, second = formats(self, gemm)
-        if self.power_of_two:
-            return first, second
-        in_e5m2 = (first._replace(fmt="e5m2"), second)
-        return in_e5m2 if gemm == "output" else (first, second)
-
-    monkeypatch.setattr(Fp8Rowwise, "low_bit_formats", low_bit_formats)
-
-
-def head_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LowBitScheme, "for_linear", lambda self, *_, **__: self)
-
-
-def to_the_first(self: Router, scores: torch.Tensor) -> torch.Tensor:
-    """All tokens go to the first experts."""
-    return torch.arange(self.moe.per_token).expand(len(scores), -1).contiguous()
-
+outlier_channel = partial(health_faults.outlier_channel, layers=[1], norms=["attn_norm"])
+"""Of the input of layers.1.attn.qkv."""
 
 INT8 = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": False}}
 E5M2 = {"quantize": "fp8_rowwise", "quantize_kwargs": {"power_of_two": False}}
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str, str]] = {
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], dict[str, Any], str, str]] = {
     "outlier": (outlier_channel, {"quantize": "int8"}, "layers.1.attn.qkv output: ", "the product is off by 100%"),
-    "e5m2": (e5m2_activations, E5M2, "layers.0.attn.qkv output: ", "the codes of x are off by "),
+    "e5m2": (health_faults.e5m2_activations, E5M2, "layers.0.attn.qkv output: ", "the codes of x are off by "),
     # At a rate at which no token is likely yet: their probabilities are below the step.
     "head": (
-        head_to_nearest,
+        health_faults.head_to_nearest,
         {**INT8, "quantize_lm_head": True, "lr": 1e-4, "shape": {**SHAPE, "vocab_size": 2048}},
         "lm_head grad_input: ",
         "50% of the sum of |dy| is flushed to zero",
@@ -108,10 +65,10 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], st
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_within_20_steps(fault, monkeypatch):
+def test_a_fault_is_named_within_20_steps(fault):
     inject, settings, linear, words = FAULTS[fault]
-    inject(monkeypatch)
-    folder = run("faulty", **settings)
+    with inject():
+        folder = run("faulty", **settings)
     (found,) = (row["warning"] for row in warnings(folder) if row["warning"].startswith(linear))
     override = f'--quantize_overrides \'{{"{linear.split()[0]}":"fp8_rowwise"}}\''
     assert found.startswith(linear + words) and f" since step 5; {override} has " in found
@@ -125,9 +82,9 @@ def test_a_run_without_a_fault_warns_of_nothing(scheme):
     assert len(read_metrics(folder / "health.jsonl")) == 12 * 8 and not warnings(folder)
 
 
-def test_a_collapsed_router_is_named(monkeypatch):
-    monkeypatch.setattr(Router, "select", to_the_first)
-    folder = run("faulty", WIDE, quantize="int8")
+def test_a_collapsed_router_is_named():
+    with health_faults.collapsed_router():
+        folder = run("faulty", WIDE, quantize="int8")
     told = [row["warning"] for row in warnings(folder) if "router" in row["warning"]]
     assert len(told) == len({row["linear"] for row in read_metrics(folder / "health.jsonl") if "experts" in row})
     assert told[0].endswith(
@@ -135,29 +92,78 @@ def test_a_collapsed_router_is_named(monkeypatch):
     )
 
 
-def test_a_fallback_moves_the_linear_and_a_resumed_run_goes_on_with_it(monkeypatch):
+def test_a_fallback_moves_the_linear_and_a_resumed_run_goes_on_with_it():
     """Saved before the move and after it: both resume to the losses and lines of the run that went on."""
-    outlier_channel(monkeypatch)
-    settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9, "ckpt_interval": 7, "n_steps": 16}
-    whole = run("whole", **settings)
+    settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9, "ckpt_interval": 4, "n_steps": 16}
+    with outlier_channel():
+        whole = run("whole", **settings)
     (moved,) = (row for row in warnings(whole) if "moved_to" in row)
-    assert moved["step"] == 10 and moved["linear"] == "layers.1.attn.qkv" and moved["moved_to"] == "fp8_rowwise"
+    # At the first sample: the product is lost.
+    assert moved["step"] == 1 and moved["linear"] == "layers.1.attn.qkv" and moved["moved_to"] == "fp8_rowwise"
     lines = [row for row in read_metrics(whole / "health.jsonl") if row.get("linear") == moved["linear"]]
-    assert [row["scheme"] for row in lines if "scheme" in row] == ["int8", "int8", "fp8_rowwise"]
-    for step in (7, 14):
-        again = run(f"from{step}", resume=str(whole / f"checkpoints/{step:08d}"), **settings)
+    assert [row["scheme"] for row in lines if "scheme" in row] == ["int8", "fp8_rowwise", "fp8_rowwise", "fp8_rowwise"]
+    for step in (4, 12):
+        with outlier_channel():
+            again = run(f"from{step}", resume=str(whole / f"checkpoints/{step:08d}"), **settings)
         assert losses(again) == losses(whole)
         assert (again / "health.jsonl").read_text() == (whole / "health.jsonl").read_text()
 
 
-def test_a_fallback_is_taken_back_by_overrides(monkeypatch):
-    outlier_channel(monkeypatch)
+def test_a_fallback_is_taken_back_by_overrides():
     settings = {"quantize": "int8", "keep_ckpts": 9, "health_fallback": 2}
-    moved = run("moved", **{**settings, "n_steps": 12})
     back = {"quantize_overrides": {"layers.1.attn.qkv": "int8"}, "health_fallback": 0}
-    run("moved", resume=str(moved), **{**settings, **back, "n_steps": 15})
-    last = [row for row in read_metrics(moved / "health.jsonl") if row.get("linear") == "layers.1.attn.qkv"][-1]
+    with outlier_channel():
+        moved = run("moved", **{**settings, "n_steps": 12})
+        run("moved", resume=str(moved), **{**settings, **back, "n_steps": 15})
+    last = [
+        row
+        for row in read_metrics(moved / "health.jsonl")
+        if row.get("linear") == "layers.1.attn.qkv" and "scheme" in row
+    ][-1]
     assert last["step"] == 15 and last["scheme"] == "int8"
+
+
+@pytest.mark.sweep
+def test_a_fallback_gives_collapsed_routers_a_balance_loss_also_when_the_run_is_resumed():
+    settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9, "ckpt_interval": 7, "n_steps": 9}
+    settings["router_balance_loss"] = 0
+    with health_faults.collapsed_router():
+        plain = run("plain", WIDE, **settings | {"health_fallback": 0})
+        whole = run("whole", WIDE, **settings)
+        again = run("again", WIDE, resume=str(whole / "checkpoints/00000007"), **settings)
+    told = [row for row in warnings(whole) if "balance_loss" in row]
+    assert len(told) == len({row["linear"] for row in told}) > 0, "a line for each router"
+    for row in told:
+        assert row["step"] == 5 and row["warning"].endswith("since step 1; --router_balance_loss is now 0.01")
+    assert losses(whole)[:4] == losses(plain)[:4] and losses(whole)[-1] != losses(plain)[-1], "it trains from step 5 on"
+    assert losses(again) == losses(whole)
+
+
+def test_a_fallback_leaves_a_linear_in_high_precision_that_no_scheme_mends():
+    with outlier_channel(size=1e6):
+        folder = run("faulty", quantize="int8", health_fallback=2, n_steps=10)
+    (moved,) = (row for row in warnings(folder) if "moved_to" in row)
+    assert (moved["step"], moved["linear"], moved["moved_to"]) == (1, "layers.1.attn.qkv", "bf16")
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_linear_that_is_at_fault_where_it_was_moved_to_goes_on_in_high_precision(monkeypatch, resumed):
+    size, before_step = torch.tensor(1000.0), HealthMonitor.before_step
+
+    def grow(self: HealthMonitor, batches: Any, step: int) -> None:
+        size.fill_(1000.0 if step < 8 else 1e6)
+        before_step(self, batches, step)
+
+    monkeypatch.setattr(HealthMonitor, "before_step", grow)
+    # Whichever scheme the sample says: a second fault in it is not answered by a third scheme.
+    monkeypatch.setattr(monitor, "remedy", lambda *_: "fp8_rowwise")
+    settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9}
+    with outlier_channel(size=size):
+        folder = run("faulty", **settings, n_steps=7 if resumed else 12)
+        if resumed:
+            run("faulty", resume=str(folder), **settings, n_steps=12)
+    moves = [(row["step"], row["moved_to"]) for row in warnings(folder) if "moved_to" in row]
+    assert moves == [(1, "fp8_rowwise"), (10, "bf16")]
 
 
 def test_a_fallback_without_samples_is_refused():

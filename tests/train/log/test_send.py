@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from qtrain.core.errors import TrainingStopped, UserError
-from qtrain.train.log import send, trackers
-from qtrain.train.log.send import current_records, send_run
+from qtrain.train.log import trackers
+from qtrain.train.log.jsonl import in_order, read_records
+from qtrain.train.log.send import send_run, timed
 from tests.train.log.local_trackio import keep_locally, stored
 
 SAMPLES = [["def f", "(x):"]]
@@ -40,12 +41,12 @@ EXPECTED += [(4, "lr", 0.1), (4, "eval_loss", 0.5)]
 
 
 def test_the_records_after_a_resume_replace_those_before_it(run):
-    found = current_records(send.read_metrics(run / "metrics.jsonl"))
+    found = timed(in_order(read_records(run / "metrics.jsonl")[0]))
     assert [(r["step"], r.get("loss", r.get("eval_loss"))) for r in found] == [
         (0, 5.0), (1, 5.0), (2, 6.0), (3, 0.3), (4, None), (4, 0.5)
     ]  # fmt: skip
     assert [r["time"] for r in found] == [1001.0, 1001.0, 1002.0, 2003.0, 2003.0, 2003.0]
-    assert [r["time"] for r in current_records([{"step": 1, "loss": 1.0}])] == [None]
+    assert [r["time"] for r in timed([{"step": 1, "loss": 1.0}])] == [None]
 
 
 def test_tensorboard_has_the_run_once_at_its_own_times(run):

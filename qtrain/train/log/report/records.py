@@ -5,10 +5,9 @@ no record is counted and left out, a value that is no finite number is left out,
 Nothing here imports torch, so that a finished run is drawn in about a second.
 """
 
-import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,8 @@ import numpy as np
 from qtrain.core.checks import MAX_JSON, user_path
 from qtrain.core.errors import UserError, nearest
 from qtrain.core.reading import read_small, special_file
+from qtrain.train.log.jsonl import in_order, read_records
 
-MAX_LINE = 1 << 20
-"""Bytes of the longest line that is read; a longer one is no record."""
 MAX_LOG = 1 << 16
 """Bytes of train.log that are searched for the plan, which is its first entry."""
 MODES = {"steps": "steps", "tokens": "tokens", "hours": "hours", "joules": "energy (J)"}
@@ -30,7 +28,6 @@ OBJECTS = ("gpu", "ms")
 """Keys of a record that hold objects of numbers."""
 LARGEST = 1e300
 """Numbers beyond are damage; their sums would be no numbers."""
-MAX_STEP = 2**53  # a float holds every whole number up to here
 
 
 def number(value: Any) -> float | None:
@@ -226,55 +223,8 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, damaged lines). A last line without its end is not counted: the run may be writing it."""
-    records: list[dict[str, Any]] = []
-    damaged = 0
-    if special_file(path) or not path.is_file():
-        return records, damaged
-    try:
-        with path.open("rb") as file:
-            for line in _lines(file):
-                record = _record(line)
-                if record is None:
-                    # Blank lines are harmless, and the last one may be half written.
-                    damaged += line.endswith(b"\n") and bool(line.strip())
-                    continue
-                records.append(record)
-    except OSError:
-        pass
-    return _in_order(records), damaged
-
-
-def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records by step. A run that went back to a checkpoint logs steps again: the later line of a step counts."""
-    # The usual case, without a rewind: nothing to sort.
-    if all(a["step"] < b["step"] for a, b in itertools.pairwise(records)):
-        return records
-    # Evaluations share their step with its training record and are kept: they have no "loss".
-    last = {record["step"]: record for record in records if "loss" in record}
-    kept = (record for record in records if "loss" not in record or last[record["step"]] is record)
-    return sorted(kept, key=lambda record: record["step"])
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Lines; of one of more than MAX_LINE bytes only an end that is no record."""
-    while line := file.readline(MAX_LINE):
-        # readline has stopped at its limit: the rest is read in pieces and dropped, in constant memory.
-        if not line.endswith(b"\n") and len(line) == MAX_LINE:
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE)
-            line = b"too long\n"
-        yield line
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    # bool is a subclass of int: `"step": true` is no step.
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP else None
+    records, damaged = read_records(path)
+    return in_order(records), damaged
 
 
 def _read_plan(path: Path) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from qtrain.train.log.report.records import MAX_LINE, damage, planned_memory, read_run
+from qtrain.train.log.jsonl import MAX_LINE
+from qtrain.train.log.report.records import damage, planned_memory, read_run
 from tests.train.log.report.pages import page_of, records, write_run
 
 GOOD = {"step": 1, "loss": 2.0}
