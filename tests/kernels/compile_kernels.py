@@ -246,7 +246,7 @@ def gemms() -> Iterator[Case]:
             bias=zeros(n) if i % 2 else None, fast_accum=i % 2 == 0,
         )  # fmt: skip
     for number, t in enumerate(low_rank_mm.TILINGS.values()):
-        (a, b), rank = dtypes[number % len(dtypes)], 48 if t.stages < 4 else 32 if t.subtiles == 8 else 16
+        (a, b), rank = dtypes[number % len(dtypes)], 16 if t.stages == 4 else 48
         x, y, scale = zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512, dtype=FP32)
         yield (
             False,

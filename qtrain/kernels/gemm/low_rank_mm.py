@@ -10,8 +10,6 @@ pipeline: tiles have fewer stages. Where that costs more than it saves, or the r
 passes: `scaled_mm`, to whose output cuBLAS adds the product in place.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -41,13 +39,11 @@ def low_rank_mm_ref(
     return torch.addmm(total, left.float(), right.float().t()).to(out_dtype)
 
 
-# Three stages of the large tiles leave room for both operands of the rank. Four do for a rank of 16, and for one of 32
-# where a tile is stored in eighths.
+# Three stages of the large tiles leave room for both operands of the rank; four do for a rank of 16.
 _LARGE = [Tiling(128, 256, 128, 8, 3), Tiling(256, 128, 128, 8, 3)]
 _DEEP = [Tiling(128, 256, 128, 8, 4, subtiles=4), Tiling(256, 128, 128, 8, 4, subtiles=4)]
-_DEEPER = [replace(tiling, subtiles=8) for tiling in _DEEP]
 _SQUARE = Tiling(128, 128, 128, 4, 3)
-TILINGS = {tiling.name: tiling for tiling in (*_DEEP, *_DEEPER, *_LARGE, _SQUARE)}
+TILINGS = {tiling.name: tiling for tiling in (*_DEEP, *_LARGE, _SQUARE)}
 TWO_PASSES = "cublas, two passes"
 
 
@@ -59,8 +55,7 @@ def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor) -> list[str]:
     aligned = left.element_size() == 2 and rank % 8 == k % 16 == n % 8 == 0
     if not (supported and aligned and rank <= LARGEST_RANK):
         return [TWO_PASSES]
-    deep = _DEEP if rank <= 16 else _DEEPER if rank <= 32 else []
-    tilings = [*deep, *_LARGE, _SQUARE]
+    tilings = [*(_DEEP if rank <= 16 else ()), *_LARGE, _SQUARE]
     return [*(t.name for t in tilings), TWO_PASSES]
 
 

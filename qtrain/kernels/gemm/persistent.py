@@ -78,7 +78,7 @@ def scale_tile(total, row, column, epilogue_ptrs, sizes, ROWS: tl.constexpr):
 
 @triton.jit
 def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr, group=None):
-    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2, 4 or 8) slices of its columns. group: of a descriptor of many
+    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns. group: of a descriptor of many
     matrices, in blocks [1, BLOCK_M, BLOCK_N / SUBTILES]."""
     BLOCK_M: tl.constexpr = out.shape[0]
     BLOCK_N: tl.constexpr = out.shape[1]
