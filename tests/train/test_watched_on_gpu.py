@@ -55,9 +55,9 @@ def test_samples_change_no_bit_of_recorded_steps(settings):
     assert any(row["gradient"]["cosine"] > 0.9 for row in lines if "gradient" in row)
 
 
-def test_a_fallback_records_the_steps_again(monkeypatch):
-    outlier_channel(monkeypatch, "cuda")
-    folder = run("moved", quantize="int8", health=3, health_fallback=2, n_steps=18, lr=1e-3)
+def test_a_fallback_records_the_steps_again():
+    with outlier_channel():
+        folder = run("moved", quantize="int8", health=3, health_fallback=2, n_steps=18, lr=1e-3)
     (moved,) = (row for row in warnings(folder) if "moved_to" in row)
     assert moved["linear"] == "layers.1.attn.qkv"
     found = [row[1] for row in losses(folder)]

@@ -135,7 +135,7 @@ def test_blocks_of_a_row():
         assert all(block & (block - 1) == 0 for block in blocks)
 
 
-@pytest.mark.parametrize("stochastic,longest", [(False, 24576), (True, 16384)])
+@pytest.mark.parametrize("stochastic,longest", [(False, 49152), (True, 16384)])
 def test_which_rows_are_read_as_bf16x2(stochastic, longest):
     x = torch.zeros(4, 24, dtype=torch.bfloat16)
 
@@ -192,7 +192,7 @@ def test_rows(granularity, fmt, key):
         k = k if key is None or k % 8 == 0 else k // 2 * 8
         x = stress_matrix(m, k, number, kind, x_dtype(fmt, number), "cuda")
         check_rows(x, fmt, granularity, key, fmt == "e4m3" and number % 4 == 1)
-    for shape in [(1, 16), (3, 14336), (1000, 4096), (5, 18944), (2, 151936)]:
+    for shape in [(1, 16), (3, 14336), (1000, 4096), (5, 18944), (9, 37888), (2, 49152), (2, 151936)]:
         check_rows(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, key)
 
 
