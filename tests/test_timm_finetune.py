@@ -272,6 +272,7 @@ MISTAKES = [
         **images(type="imagefolder"),
     ),
     wrong("--train_ds: the folder 'no' does not exist", **images(type="image_folder", path="no")),
+    wrong("'imags' does not exist", "Did you mean 'images'?", **images(type="image_folder", path="imags")),
     wrong(
         "--train_ds: unknown split of 'images' 'dgo'",
         "Did you mean 'dog'?",
