@@ -183,7 +183,9 @@ DATA = [
     wrong("--train_ds (token): the key 'dataset_dir' is missing", train_ds={"type": "token"}),
     wrong("--train_ds (token).dataset_dir: 7 is not allowed", train_ds={**TOKENS, "dataset_dir": 7}),
     wrong("--train_ds: 'token' does not exist", "Did you mean 'tokens'?", train_ds={**TOKENS, "dataset_dir": "token"}),
-    wrong("'jsonl' matches no file with the ending .bin", "tokenize_data.py", train_ds={**TOKENS, "dataset_dir": "jsonl"}),
+    wrong(
+        "'jsonl' matches no file with the ending .bin", "tokenize_data.py", train_ds={**TOKENS, "dataset_dir": "jsonl"}
+    ),
     wrong("--train_ds: unfinished is not finished", train_ds={**TOKENS, "dataset_dir": "unfinished"}),
     wrong("--train_ds: cut/tokens_00000.bin has", "truncated", train_ds={**TOKENS, "dataset_dir": "cut"}),
     wrong("--train_ds: odd.bin", "uint16", train_ds={**TOKENS, "dataset_dir": "odd.bin"}),
