@@ -141,10 +141,11 @@ def train(settings: VisionSettings) -> None:
 
 def describe_images(images: "Images", eval_images: "Images | None", settings: VisionSettings) -> list[str]:
     """The lines of the plan about the data."""
-    found, passes = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
-    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None] + [
-        f"{epochs(passes)} of the training images"
-    ]
+    found = {"train": images, "evaluation": eval_images}
+    lines = [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None]
+    per_epoch, rest = steps_per_epoch(settings, images), len(images) % settings.batch_size
+    left = f", each without {rest:,} images, which are less than a batch" if rest else ""
+    return [*lines, f"{epochs(settings.n_steps / per_epoch)} of {per_epoch:,} steps{left}"]
 
 
 def steps_per_epoch(settings: VisionSettings, images: "Images") -> int:

@@ -1,4 +1,4 @@
-"""An FP8 linear from its three GEMMs, with the kernels as functions: `python examples/fp8_linear.py`.
+"""An FP8 linear from its three GEMMs, with the kernels as functions: `python -m examples.fp8_linear`.
 
     output       Y  [M, N] = X  [M, K] · W [N, K]ᵀ
     grad_input   dX [M, K] = dY [M, N] · W [N, K]

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with FP8 products: `python examples/hf_trainer.py`.
+"""The Hugging Face Trainer with FP8 products: `python -m examples.hf_trainer`.
 
 `qtrain.quantize` changes the model's linears; the Trainer needs to know nothing of it. On GPUs before Ada and Hopper,
 and on a CPU, FP8 is emulated: slow, with the same numbers; take "int8" to be fast on an A100.
@@ -46,7 +46,7 @@ def main(steps: int = 30) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=16, learning_rate=3e-3, logging_steps=10,
-            report_to=[], save_strategy="no", disable_tqdm=True,
+            report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
         optimizer = qtrain.optim.AdamW8bit(model, lr=3e-3)
         trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Your own model and loop in INT8, with 8-bit AdamW: `python examples/own_loop.py`.
+"""Your own model and loop in INT8, with 8-bit AdamW: `python -m examples.own_loop`.
 
 What differs from plain PyTorch are the three lines with `qtrain`.
 """

@@ -1,4 +1,4 @@
-"""Why bf16 weights need stochastic rounding, with a plot: `python examples/stochastic_rounding.py [FILE.html]`.
+"""Why bf16 weights need stochastic rounding, with a plot: `python -m examples.stochastic_rounding [FILE.html]`.
 
 A bf16 number has 8 significant bits: near 1 the next one is 2^-7 away. A thousand updates of 2^-10 are each rounded
 away to nearest; rounded stochastically, up with a probability of one eighth, they add up in the mean.

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with INT8 products, which TRL itself has not: `pip install trl`, `python examples/trl_sft.py`."""
+"""TRL's SFTTrainer with INT8 products, which TRL itself has not: `pip install trl`, `python -m examples.trl_sft`."""
 
 import tempfile
 
@@ -41,6 +41,7 @@ def main(steps: int = 20) -> list[float]:
         arguments = SFTConfig(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=16, learning_rate=3e-3, logging_steps=5,
             report_to=[], save_strategy="no", disable_tqdm=True, max_length=32,
+            dataloader_pin_memory=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
         )  # fmt: skip
         optimizer = qtrain.optim.AdamW8bit(model, lr=3e-3)

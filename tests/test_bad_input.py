@@ -125,7 +125,8 @@ FLAGS = [
     wrong("--profile: a switch takes no value", "--no_profile", words=("--profile", "yes")),
     wrong("--compile: a switch takes no value", words=("--compile=true",)),
     wrong("token_ids", "--help", words=("token_ids",)),
-    wrong("--train_ds: not valid JSON", words=("--train_ds={'type': 'token'}",)),
+    wrong("--train_ds: not valid JSON", 'Write it as {"key":"value"}', words=("--train_ds={'type': 'token'}",)),
+    wrong("--train_ds: not valid JSON", 'Write it as {"key":"value"}', words=("--train_ds=tokens",)),
     wrong("--train_ds: the key 'type' is given twice", words=('--train_ds={"type": "token", "type": "text"}',)),
     wrong("--optim_kwargs: NaN is not a JSON number", words=('--optim_kwargs={"eps": NaN}',)),
     wrong("--quantize_kwargs: '[]' is not a JSON object", words=("--quantize_kwargs=[]",)),
@@ -141,6 +142,7 @@ RECIPES = [
     wrong("--config (nan.json): NaN is not a JSON number", config="nan.json"),
     wrong("--config: binary.json is not UTF-8 text", config="binary.json"),
     wrong("--config: cannot read jsonl: Is a directory", config="jsonl"),
+    wrong("--config: cannot read run: Is a directory", "Give a file in it, such as run/config.json", config="run"),
     wrong("--config (deep.json): not valid JSON", config="deep.json"),
     wrong("--config (long.json): not valid JSON", config="long.json"),
     wrong("--config (inf.json).lr: inf is out of range", config="inf.json"),
@@ -153,6 +155,7 @@ MODELS = [
     wrong("--model: the file tinny.json does not exist", "Did you mean tiny.json?", model="tinny.json"),
     wrong("--model: there is no folder ./tiny", model="./tiny"),
     wrong("--model: the folder jsonl has no config.json", model="jsonl"),
+    wrong("--model: run is the folder of a run", "python -m qtrain export run --format hf", model="run"),
     wrong("--model (no_json.json): not valid JSON", model="no_json.json"),
     wrong("--model (gpt.json): unknown model_type 'gpt2'", "llama", "--model_impl hf", model="gpt.json"),
     wrong("--model (heads.json): num_attention_heads 3", "num_key_value_heads 2", model="heads.json"),
@@ -180,7 +183,9 @@ DATA = [
     wrong("--train_ds (token): the key 'dataset_dir' is missing", train_ds={"type": "token"}),
     wrong("--train_ds (token).dataset_dir: 7 is not allowed", train_ds={**TOKENS, "dataset_dir": 7}),
     wrong("--train_ds: 'token' does not exist", "Did you mean 'tokens'?", train_ds={**TOKENS, "dataset_dir": "token"}),
-    wrong("--train_ds: 'jsonl' matches no file with the ending .bin", train_ds={**TOKENS, "dataset_dir": "jsonl"}),
+    wrong(
+        "'jsonl' matches no file with the ending .bin", "tokenize_data.py", train_ds={**TOKENS, "dataset_dir": "jsonl"}
+    ),
     wrong("--train_ds: unfinished is not finished", train_ds={**TOKENS, "dataset_dir": "unfinished"}),
     wrong("--train_ds: cut/tokens_00000.bin has", "truncated", train_ds={**TOKENS, "dataset_dir": "cut"}),
     wrong("--train_ds: odd.bin", "uint16", train_ds={**TOKENS, "dataset_dir": "odd.bin"}),
@@ -497,6 +502,7 @@ EVALUATION = [  # in training, and of `python -m qtrain evaluate`
     wrong_evaluate("--model: incomplete/00000002 cannot be loaded", "COMPLETE", model="incomplete/00000002"),
     wrong_evaluate("tiny.json is a shape without weights", "--model", model="tiny.json"),
     wrong_evaluate("--data, --tasks: nothing to measure is given", data=None),
+    wrong_evaluate("--model: there is no folder runs/none/at/all", model="runs/none/at/all", data=None),
     wrong_evaluate("--data: unknown dataset type 'txt'", data={**TEXT, "type": "txt"}),
     wrong_evaluate("beyond the model's vocabulary of 258", data={**TOKENS, "dataset_dir": "ids300.bin"}),
     wrong_evaluate("--sequences: -1 is out of range", sequences=-1),
@@ -637,6 +643,9 @@ def _write_broken_files() -> None:
 
 
 def _write_small_files() -> None:
+    Path("run").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        Path("run", name).write_text("{}")
     Path("recipes.json").write_text("{}")
     Path("no_json.json").write_text('{"a": ')
     Path("twice.json").write_text('{"lr": 1, "lr": 2}')

@@ -26,7 +26,7 @@ def test_each_has_a_test():
 @pytest.mark.parametrize("name", NAMES)
 def test_it_says_how_it_is_run(name):
     docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
-    assert f"python examples/{name}.py" in docstring
+    assert f"python -m examples.{name}" in docstring
 
 
 def test_an_fp8_linear_has_the_errors_of_e4m3():

@@ -272,6 +272,7 @@ MISTAKES = [
         **images(type="imagefolder"),
     ),
     wrong("--train_ds: the folder 'no' does not exist", **images(type="image_folder", path="no")),
+    wrong("'imags' does not exist", "Did you mean 'images'?", **images(type="image_folder", path="imags")),
     wrong(
         "--train_ds: unknown split of 'images' 'dgo'",
         "Did you mean 'dog'?",
@@ -356,3 +357,13 @@ def test_the_recipes_parse_and_name_real_models():
         assert OPTIMIZERS.make(settings.optim, {}, "--optim")
         short = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
         assert empty_vision_model(short, settings.model_kwargs or {}, 10).num_classes == 10
+
+
+def test_the_plan_counts_whole_batches(monkeypatch, folder):
+    monkeypatch.chdir(folder)
+    images = sum(1 for _ in Path("images").rglob("*.png"))
+    batch = images // 2 + 1
+    done = call(timm_finetune.main, flags(**GOOD | {"batch_size": batch, "n_steps": 3}, dry_run=True))
+    assert f"3 epochs of 1 steps, each without {images - batch} images, which are less than a batch" in done.out
+    done = call(timm_finetune.main, flags(**GOOD | {"batch_size": images, "n_steps": 3}, dry_run=True))
+    assert "3 epochs of 1 steps\n" in done.out

@@ -84,7 +84,7 @@ def evaluate(settings: EvaluateSettings) -> None:
         check_json(user_path(settings.json, "--json"))
     device = choose_device(settings.device)
     measured = MeasuredModel.find(settings.model, "--model")
-    trained = measured.settings
+    trained, config = measured.settings, measured.source.config
     data = settings.data if settings.data is not None or trained is None else trained.eval_ds
     if not (data or settings.tasks or settings.hellaswag or settings.sample_prompts):
         raise UserError("--data, --tasks: nothing to measure is given; give one of them, or --hellaswag.")
@@ -94,7 +94,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     if tokenizer is None and trained is not None and trained.train_ds:
         tokenizer = dataset_tokenizer(trained.train_ds, "--train_ds of the run")
     seq_len = settings.seq_len or (trained.seq_len if trained else SEQ_LEN)
-    vocab_size = measured.source.config.get("vocab_size")
+    vocab_size = config.get("vocab_size")
     ctx = StreamContext(seq_len, tokenizer=tokenizer, vocab_size=vocab_size, micro_batch_size=settings.batch_size)
     asked = load_evaluation(settings, ctx, data, "--data", settings.sequences, _trained_on(trained, ctx))
     if settings.tasks and tokenizer is None and measured.exported is None:

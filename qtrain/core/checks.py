@@ -208,7 +208,9 @@ def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of nested brackets
-        raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
+        plain = text.lstrip()[:1] not in ("{", "[") or "'" in text
+        hint = ' Write it as {"key":"value"}, with double quotes.' if plain else ""
+        raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.{hint}") from None
 
 
 def user_path(name: str | Path, flag: str) -> Path:
@@ -244,7 +246,8 @@ def read_json(path: str | Path, flag: str) -> Any:
             hint = " What <(command) gives can be read by one process only; write it to a file."
         raise UserError(f"{flag}: the file {path} does not exist.{hint}") from None
     except OSError as error:
-        raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
+        hint = f" Give a file in it, such as {path / 'config.json'}." if (path / "config.json").is_file() else ""
+        raise UserError(f"{flag}: cannot read {path}: {error.strerror}.{hint}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
     return parse_json(text, f"{flag} ({path})")

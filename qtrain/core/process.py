@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
@@ -56,8 +57,8 @@ def prepare_process(*, script: bool = False) -> None:
     PyTorch's CUDA allocator map memory by pages (`expandable_segments`), unless the environment says otherwise.
 
     It adds a finder to `sys.meta_path` rather than import torch here, which takes seconds. script: also have a Ctrl-C
-    during the imports that follow print one line, by `sys.excepthook`. Python then ends the process by SIGINT, which
-    shells report as exit code 130.
+    during the imports that follow print one line, by `sys.excepthook`, and a package that is not installed. Python then
+    ends the process by SIGINT, which shells report as exit code 130.
     """
     if not any(isinstance(finder, _TorchvisionOnCPU) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionOnCPU())
@@ -66,7 +67,7 @@ def prepare_process(*, script: bool = False) -> None:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if script:
-        sys.excepthook = _quiet_interrupt
+        sys.excepthook = _one_line
 
 
 def maps_by_pages() -> bool:
@@ -75,11 +76,24 @@ def maps_by_pages() -> bool:
     return any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
 
 
-def _quiet_interrupt(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
+    elif isinstance(error, ModuleNotFoundError) and (missing := _missing_package(error)):
+        print(
+            f"error: the package {missing!r} is not installed for {sys.executable}. In a clone, after `make setup`, "
+            "`source .venv/bin/activate`; elsewhere `pip install -r requirements.txt`.",
+            file=sys.stderr,
+        )
+        sys.exit(UserError.exit_code)  # Python takes the exit code of a hook's SystemExit
     else:
         sys.__excepthook__(kind, error, traceback)
+
+
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """The package that an import has not found, unless it is there and lacks a module, which is no user's mistake."""
+    package = (error.name or "").partition(".")[0]
+    return package if package not in ("", "qtrain", *sys.modules) and find_spec(package) is None else None
 
 
 # ---- a script's main ------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
     for file in found:
         refuse_special(file, flag)
     if not found:
-        raise NotHere(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.")
+        raise NotHere(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.{fix}")
     return [TextFile(p, p.relative_to(root).as_posix()) for p in found]
 
 

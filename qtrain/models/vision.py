@@ -84,7 +84,7 @@ def build_vision_model(
     """The model on `device`, with published weights or random ones from torch's global generator, and a new head."""
     timm = import_timm()
     fix = "Train from random weights with --no_pretrained."
-    reach = reaching_hub("--pretrained", f"the weights of {name!r}", fix) if pretrained else contextlib.nullcontext()
+    reach = reaching_hub("--pretrained", f"the checkpoint of {name!r}", fix) if pretrained else contextlib.nullcontext()
     with reach, device:
         model = timm.create_model(name, pretrained=pretrained, num_classes=classes, **kwargs)
     if pretrained:

@@ -120,3 +120,26 @@ def test_ranks_of_which_one_can_go_on_with_other_flags_are_all_started_again(tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "out of memory, starts again\n")
     assert done.stdout == "['--model', 'x', '--memory_limit', '3']\n"
+
+
+MISSING = """
+import sys
+from qtrain.core.process import prepare_process
+prepare_process(script=True)
+import {module}
+"""
+
+
+def test_a_package_that_is_not_installed_is_one_line():
+    """As with a Python that is not the one of `make setup`; a module that an installed package lacks is a traceback."""
+
+    def imported(module: str) -> subprocess.CompletedProcess:
+        code = MISSING.format(module=module)
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    done = imported("no_such_package.module")
+    assert done.returncode == 2 and done.stderr.startswith("error: the package 'no_such_package' is not installed for ")
+    assert len(done.stderr.splitlines()) == 1 and ".venv/bin/activate" in done.stderr
+    for module in ("json.no_such_module", "qtrain.no_such_module"):
+        done = imported(module)
+        assert done.returncode == 1 and "Traceback" in done.stderr

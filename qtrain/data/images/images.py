@@ -94,7 +94,7 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
     except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files
         known = str(error) and "cannot identify" not in str(error)
         reason = f" ({first_line(error)[:100]})" if known else ""
-        raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None
+        raise UserError(f"{flag}: {name} cannot be read as an image{reason}. Remove it or convert it.") from None
 
 
 MAX_CLASSES = 1_000_000

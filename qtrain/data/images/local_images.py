@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from qtrain.core.errors import UserError, missing_package, unknown_name
+from qtrain.core.errors import UserError, missing_package, nearest, unknown_name
 from qtrain.data.files import data_path, files_below
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
 from qtrain.data.permutation import Permutation
@@ -49,7 +49,9 @@ class ImageFolder(ImageSet):
     def _open(self, root: Path, flag: str) -> Images:
         if not root.is_dir():
             wrong = "is a file" if root.exists() else "does not exist"
-            raise UserError(f"{flag}: the folder {self.path!r} {wrong}.")
+            close = nearest(self.path, [str(p) for p in root.parent.glob("*/")]) if root.parent.is_dir() else None
+            hint = f" Did you mean {close!r}?" if close else ""
+            raise UserError(f"{flag}: the folder {self.path!r} {wrong}.{hint}")
         if self.split is None:
             _refuse_splits_as_classes(root, flag)
         else:

@@ -251,7 +251,10 @@ def load_tokenizer(name: str, flag: str) -> Tokenizer:
 def _from_hub(name: str, repo: str, flag: str) -> Tokenizer:
     from huggingface_hub import snapshot_download
 
-    fix = "Check the name, or give a local tokenizer.json, a sentencepiece .model file, or 'byte'."
+    fix = (
+        "Check the name, or give a local tokenizer.json, a sentencepiece .model file, or 'byte'; "
+        "tokenize_data.py --train_tokenizer N makes one of your text."
+    )
     with reaching_hub(flag, f"the tokenizer {name!r}" + (f" ({repo})" if repo != name else ""), fix):
         folder = Path(snapshot_download(repo, allow_patterns=[*HUB_FILES, "tokenizer.model"]))
         if not hub_reachable() and not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model")):

@@ -195,7 +195,7 @@ def build_hf_model(
         if source.folder is not None:
             for index in weights_folder(source).glob("*.index.json"):
                 weight_map(index, where)
-        with reaching_hub("--model", f"the weights of {source.name!r}", FIX), _explained(source, "weights"):
+        with reaching_hub("--model", f"the checkpoint of {source.name!r}", FIX), _explained(source, "weights"):
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 place, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )

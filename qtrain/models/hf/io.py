@@ -56,7 +56,7 @@ def weights_folder(source: ModelSource) -> Path:
         return source.folder
     from huggingface_hub import snapshot_download
 
-    with reaching_hub("--model", f"the weights of {source.hub_id!r}", FIX):
+    with reaching_hub("--model", f"the checkpoint of {source.hub_id!r}", FIX):
         return Path(snapshot_download(source.hub_id, allow_patterns=_WEIGHT_FILES))
 
 

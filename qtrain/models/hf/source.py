@@ -61,6 +61,11 @@ def read_model_source(name: str, flag: str = "--model") -> ModelSource:
     if path.suffix == ".json":
         return _from_file(name, path, flag)
     if path.is_dir():
+        if (path / "metrics.jsonl").is_file():
+            export = path / "hf"
+            fix = f"Give its export, {export}." if export.is_dir() else f"Write {export} with: python -m qtrain export"
+            fix += "" if export.is_dir() else f" {name} --format hf"
+            raise UserError(f"{flag}: {name} is the folder of a run. {fix}")
         if not (path / "config.json").is_file():
             raise UserError(f"{flag}: the folder {name} has no config.json. {FIX}")
         check_checksums(path, flag, lambda file: not holds_tensors(file))

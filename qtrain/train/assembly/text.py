@@ -1,5 +1,6 @@
 """A language model's data: the training stream, opened once."""
 
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ class TextData:
             return [f"{self.absent} {PLANNED_WITHOUT}"]
         settings, per_epoch = self.settings, self.stream.samples_per_epoch
         named = eval_sets(settings.eval_ds, "--eval_ds")
-        lines = [str(settings.train_ds)] if settings.train_ds else []
-        lines += [f"{name}: {spec}" if name else str(spec) for name, spec in named.items()]
+        lines = [f"train: {json.dumps(settings.train_ds)}"] if settings.train_ds else []
+        lines += [f"evaluation{f' {name}' if name else ''}: {json.dumps(spec)}" for name, spec in named.items()]
         read = settings.steps * settings.batch_size
         if per_epoch:
             lines.append(f"{epochs(read / per_epoch)} of the training data's {per_epoch:,} sequences")

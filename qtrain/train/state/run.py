@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from qtrain import SCRIPTS
 from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.core.checks import shown
 from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
@@ -223,9 +224,8 @@ class Run:
         """Load a checkpoint. Returns the conversions of optimizer states. Raises UserError."""
         meta = read_meta(path)
         if meta.get("script") != self.script:
-            raise UserError(
-                f"--resume: {path} was not saved by {self.script}.py; resume with the script that saved it."
-            )
+            saver = f"{meta['script']}.py" if meta.get("script") in SCRIPTS else "the script that saved it"
+            raise UserError(f"--resume: {path} was not saved by {self.script}.py; resume with {saver}.")
         kinds = {"state": dict, "optim": dict, "quantized_step": int}
         if not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
             raise UserError(OTHER_VERSION)

@@ -386,6 +386,16 @@ def test_a_checkpoint_of_another_script_is_refused():
         run.restore()
 
 
+def test_the_script_that_saved_a_checkpoint_is_named():
+    trained = trained_run()
+    trained.script = "llm_finetune"
+    train(trained, 1)
+    trained.save()
+    run = new_run(RunFolder(Path("runs/other/x"), trained.checkpoints.latest()))
+    with pytest.raises(UserError, match=r"was not saved by script\.py; resume with llm_finetune\.py"):
+        run.restore()
+
+
 def test_fewer_steps_than_the_checkpoint_has_are_refused():
     run = new_run(RunFolder(Path("x"), trained_run().checkpoints.latest()), n_steps=2)
     with pytest.raises(UserError, match=r"--n_steps: 2 is less than the 3 steps of .*; give more steps"):

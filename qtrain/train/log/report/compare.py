@@ -274,6 +274,8 @@ def results(groups: Sequence[RunGroup]) -> str:
             over.append((group.name, f"{mean.y[-1]:+.4f}{spread}", f"{mean.x['steps'][-1]:,.0f}"))
     head = ["run", "training loss", "validation loss", "tokens", "speed", "training time", "peak memory", "J a token"]
     last = f"Validation loss over {groups[0].name}, at the last evaluation that both have"
+    if not any(row[-1] for row in rows):  # no GPU has measured energy
+        head, rows = head[:-1], [row[:-1] for row in rows]
     return tables.table(head, rows) + (tables.table(["group", "nats", "step"], over, last) if over else "")
 
 

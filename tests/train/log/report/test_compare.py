@@ -1,9 +1,11 @@
 """Several runs on one page: groups of seeds, differences in nats with their standard errors, settings that differ."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from qtrain.train.log.report.compare import ComparedRun, compare_page, compared, group_difference, grouped
+from qtrain.train.log.report.compare import ComparedRun, compare_page, compared, group_difference, grouped, results
 from qtrain.train.log.report.records import Curve, read_run
 from tests.train.log.report.pages import NASTY, Page, records, write_run
 
@@ -66,6 +68,11 @@ def test_the_page_has_results_differences_and_settings(tmp_path):
     ]
     assert page.data["modes"].keys() == {"steps", "tokens", "hours"} and NASTY in page.text
     assert "int8+0.000040" in page.text and "quantizebf16int8" in page.text and "lr0.1" not in page.text
+
+
+def test_energy_is_a_column_of_runs_that_have_measured_it():
+    assert "J a token" not in results(grouped([run("bf16", 1)]))
+    assert "J a token" in results(grouped([dataclasses.replace(run("bf16", 1), joules=0.5), run("int8", 1)]))
 
 
 def test_names_of_runs_are_text(tmp_path):
