@@ -151,7 +151,13 @@ def test_shells_complete_flags_and_values(tmp_path):
     done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True)
     assert done.stderr == ""
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["--quantize_kwargs", "--quantize_overrides", "--quantize_lm_head", "--quantize_min_size"],
+        [
+            "--quantize_kwargs",
+            "--quantize_overrides",
+            "--quantize_schedule",
+            "--quantize_lm_head",
+            "--quantize_min_size",
+        ],
         ["full"],
         [],
         ["--eval_interval"],
