@@ -52,21 +52,6 @@ def outlier_channel(
 
 
 @contextlib.contextmanager
-def large_mean(size: float = 16.0, e5m2: bool = False) -> Iterator[None]:
-    """The inputs of the linears after norms have this mean, and a root mean square of 1 without it. Their outputs are
-    those without a mean, but for what is rounded."""
-
-    def add(model: Any) -> None:
-        for layer in model.layers:
-            for norm, reader in READERS.items():
-                getattr(layer, norm).register_forward_hook(lambda _, inputs, x: x + size)
-                layer.get_submodule(reader).register_forward_hook(lambda m, _, y: y - size * m.weight.sum(1))
-
-    with changed_model(add), e5m2_activations() if e5m2 else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
 def e5m2_activations() -> Iterator[None]:
     """Of fp8_rowwise with scales that are no powers of two."""
     formats = Fp8Rowwise.low_bit_formats
