@@ -13,97 +13,22 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
 
+from benchmarks import faults
+from qtrain.bench.pair_results import with_error
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.config import parse
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
-from qtrain.models.native.router import Router
-from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.schemes.fp8_rowwise import Fp8Rowwise
-from qtrain.tensors.quantized_tensor import OperandFormat
-from qtrain.train.assembly import assemble
 from qtrain.train.settings.settings import Count
-
-READERS = {"attn_norm": "attn.qkv", "mlp_norm": "mlp.gate_up"}
-"""The linear that reads a norm's output."""
-
-
-@contextlib.contextmanager
-def outlier_channel(
-    size: float | torch.Tensor = 1000.0, layers: Sequence[int] | None = None, norms: Sequence[str] = tuple(READERS)
-) -> Iterator[None]:
-    """A channel of the inputs of these layers' linears (None: of all layers), whose root mean square is 1, is `size`.
-    Nothing reads it: its weights are 0."""
-    build = assemble.build_quantized
-
-    def with_outlier(prepared: Any) -> Any:
-        built = build(prepared)
-        model: Any = built[0]
-        quantized = built[1]
-        for layer in model.layers if layers is None else [model.layers[i] for i in layers]:
-            for norm in norms:
-                _add_outlier(getattr(layer, norm), layer.get_submodule(READERS[norm]).weight, size)
-        quantized.refresh_weights()
-        return model, quantized
-
-    with patch.object(assemble, "build_quantized", with_outlier):
-        yield
-
-
-def _add_outlier(norm: nn.Module, weight: nn.Parameter, size: float | torch.Tensor) -> None:
-    mask = torch.ones(weight.shape[1], device=weight.device)
-    mask[5] = 0
-
-    def hook(module: nn.Module, inputs: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * mask.to(x.dtype) + size * (1 - mask).to(x.dtype)
-
-    norm.register_forward_hook(hook)
-    with torch.no_grad():
-        weight.mul_(mask)
-    weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
-
-
-@contextlib.contextmanager
-def e5m2_activations() -> Iterator[None]:
-    """Of fp8_rowwise with scales that are no powers of two."""
-    formats = Fp8Rowwise.low_bit_formats
-
-    def low_bit_formats(self: Fp8Rowwise, gemm: Any) -> tuple[OperandFormat, OperandFormat]:
-        first, second = formats(self, gemm)
-        return (first._replace(fmt="e5m2"), second) if gemm == "output" and not self.power_of_two else (first, second)
-
-    with patch.object(Fp8Rowwise, "low_bit_formats", low_bit_formats):
-        yield
-
-
-@contextlib.contextmanager
-def head_to_nearest() -> Iterator[None]:
-    """The gradient of logits is rounded to nearest in INT8."""
-    with patch.object(LowBitScheme, "for_linear", lambda self, *_, **__: self):
-        yield
-
-
-@contextlib.contextmanager
-def collapsed_router() -> Iterator[None]:
-    """All tokens go to the first experts."""
-
-    def select(self: Router, scores: torch.Tensor) -> torch.Tensor:
-        return torch.arange(self.moe.per_token, device=scores.device).expand(len(scores), -1).contiguous()
-
-    with patch.object(Router, "select", select):
-        yield
 
 
 @dataclass(frozen=True)
@@ -112,17 +37,28 @@ class Fault:
 
     inject: Callable[[], contextlib.AbstractContextManager[None]]
     settings: dict[str, Any]
-    vocab_size: int = 258
+    shape: dict[str, Any] = field(default_factory=dict)
+    """What the model has besides SHAPE."""
+    without_fault: dict[str, Any] = field(default_factory=dict)
+    """Settings of the run without it, where they are others."""
 
 
+E5M2 = {"quantize": "fp8_rowwise", "quantize_kwargs": '{"power_of_two":false}'}
 NEAREST = {"quantize": "int8", "quantize_kwargs": '{"stochastic_rounding":false}'}
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "head_dim": 32, "norm_topk_prob": False,
+}  # fmt: skip
 FAULTS = {
-    "outlier channel, int8": Fault(outlier_channel, {"quantize": "int8"}),
-    "larger outlier channel, fp8_rowwise": Fault(partial(outlier_channel, 1e6), {"quantize": "fp8_rowwise"}),
-    "e5m2 activations": Fault(
-        e5m2_activations, {"quantize": "fp8_rowwise", "quantize_kwargs": '{"power_of_two":false}'}
+    "outlier channel, int8": Fault(faults.outlier_channel, {"quantize": "int8"}),
+    "e5m2 activations": Fault(faults.e5m2_activations, E5M2),
+    "INT8 head to nearest": Fault(faults.head_to_nearest, {**NEAREST, "quantize_lm_head": True}, {"vocab_size": 4096}),
+    "collapsed router": Fault(
+        faults.collapsed_router,
+        {"quantize": "int8", "router_balance_loss": 0},
+        EXPERTS,
+        without_fault={"router_balance_loss": 0.01},
     ),
-    "head to nearest": Fault(head_to_nearest, {**NEAREST, "quantize_lm_head": True}, 2048),
 }
 
 SHAPE = {
@@ -168,7 +104,7 @@ def train(folder: Path, settings: FaultSettings, seed: int, fault: str, column: 
 
     name = f"{''.join(c if c.isalnum() else '_' for c in f'{fault} {column}')}_{seed}"
     given, model = FAULTS[fault], folder / f"{name}.json"
-    model.write_text(json.dumps({**SHAPE, "vocab_size": given.vocab_size}))
+    model.write_text(json.dumps(SHAPE | given.shape))
     data = {part: f'{{"type":"text","paths":"{folder / part}","tokenizer":"byte"}}' for part in ("train", "held_out")}
     values = {
         "model": model, "train_ds": data["train"], "eval_ds": data["held_out"], "seq_len": 64, "batch_size": 8,
@@ -176,6 +112,7 @@ def train(folder: Path, settings: FaultSettings, seed: int, fault: str, column: 
         "eval_interval": settings.n_steps, "eval_sequences": 256, "device": "cpu", "dtype": "fp32", "keep_ckpts": 0,
         "seed": seed, "runs_dir": folder / "runs", "run_name": name, "health": settings.health,
         "health_fallback": 2 * (column == "with fallback"), **given.settings,
+        **(given.without_fault if column == "no fault" else {}),
     }  # fmt: skip
     flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in values.items()]
     inject = contextlib.nullcontext if column == "no fault" else given.inject
@@ -189,12 +126,6 @@ def train(folder: Path, settings: FaultSettings, seed: int, fault: str, column: 
     loss = read_metrics(run / "metrics.jsonl")[-1]["eval_loss"]
     print(f"{name}: {loss:.4f}", file=sys.stderr, flush=True)
     return loss
-
-
-def with_error(values: Sequence[float]) -> str:
-    """Mean and standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):+.3f} ± {error:.3f}"
 
 
 def main(argv: list[str]) -> None:

@@ -1,9 +1,18 @@
 """What a health sample says of one linear or router, and what is to be done."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qtrain.models.native.router import Router
+from qtrain.quant import LinearChoice, LowBitLinear
+from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
 from qtrain.quant.scheme_map import Spec
+from qtrain.quant.tensor_roles import READERS
+from qtrain.train.health.sample import Row
+
+BALANCE = 0.01
+"""The weight of the load-balancing loss that a fallback gives collapsed routers, if they have less."""
 
 
 @dataclass
@@ -29,3 +38,56 @@ class Judged:
 
     def advice(self, causes: Sequence[str]) -> str:
         return self._worst(causes)[2]
+
+
+def judge_linear(row: Row, choice: LinearChoice, linear: LowBitLinear, moved_to: Spec | None) -> Judged:
+    """moved_to: the scheme that a fallback has moved it to before."""
+    name = row["linear"]
+    tensors = {tensor: row[tensor] for tensor in READERS if tensor in row}
+    found = findings(linear.scheme, tensors, row.get("products"))
+    if not found:
+        return Judged()
+    scheme, what_if = None, row.get("what_if")
+    if moved_to == choice.spec:
+        scheme = "bf16"  # what seemed to mend it has not
+    elif what_if:
+        scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
+
+    def advice(finding: Finding) -> str:
+        other = (what_if or {}).get(scheme or "", {})
+        if finding.tensor is None:
+            better = other.get("products", {}).get(finding.gemm)
+        else:
+            better = other.get(finding.tensor, {}).get(finding.measure)
+        has = "leaves it in high precision" if better is None else f"has {percent(better)}"
+        override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
+        return f"--quantize_overrides '{override}' {has}"
+
+    fixed = linear.scheme.latent or linear.scheme.stored_format is not None
+    return Judged(
+        {
+            f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
+            for f in found
+        },
+        None if fixed else scheme,
+        linear.scheme.amax_history,
+        not fixed and any(f.severe for f in found),
+    )
+
+
+def judge_router(row: Row, router: Router, balance: float) -> Judged:
+    """balance: the weight of the load-balancing loss."""
+    moe, load = router.moe, row["experts"]["load"]
+    # Effective number of experts (inverse Simpson index): `experts` where the load is even.
+    used = 1 / sum(share**2 for share in load)
+    # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
+    if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
+        return Judged()
+    most = sorted(load, reverse=True)[: moe.per_token]
+    what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
+    if moe.selection_bias:
+        flag = "--router_bias_rate 0.001"
+    else:
+        flag = f"--router_balance_loss {BALANCE}" if balance < BALANCE else f"--router_balance_loss above {balance:g}"
+    balances = router.weight.requires_grad and balance < BALANCE
+    return Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)

@@ -12,7 +12,6 @@ Samples are off where layers exist only in parts, or only while they run: their 
 """
 
 import gc
-import json
 import logging
 import math
 import statistics
@@ -29,11 +28,9 @@ from qtrain.comm.ranks import from_rank_0, rank
 from qtrain.core.errors import first_line
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import TensorBatch
-from qtrain.quant import LinearChoice, LowBitLinear, reassign
-from qtrain.quant.health.findings import Finding, alternatives, findings, percent, remedy
+from qtrain.quant import reassign
 from qtrain.quant.scheme_map import Spec, scheme_of
-from qtrain.quant.tensor_roles import READERS
-from qtrain.train.health.judged import Judged
+from qtrain.train.health.judged import BALANCE, Judged, judge_linear, judge_router
 from qtrain.train.health.sample import Row, Sampler
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
@@ -46,8 +43,6 @@ CONFIRMED = 2
 """Samples in a row after which a fault is one."""
 SAID = 8
 """Warnings of one sample in the log; health.jsonl has all."""
-BALANCE = 0.01
-"""The weight of the load-balancing loss that a fallback gives collapsed routers, if they have less."""
 INTERVAL, SHARE = 200, 0.01
 """Steps between samples, or a multiple that keeps them below this share of the time, where --health names none."""
 
@@ -213,62 +208,15 @@ class HealthMonitor:
     def _judge(self, rows: Sequence[Row]) -> dict[str, Judged]:
         """Of each linear and router of a sample."""
         choices = {choice.name: choice for choice in self._quantized.choices}
-        linears = self._quantized.by_name()
+        linears, routers = self._quantized.by_name(), self._sampler.routers
+        model: Any = self._run.model
+        balance = model.router_losses.balance if routers else 0.0
         return {
-            row["linear"]: self._router(row)
+            (name := row["linear"]): judge_router(row, routers[name], balance)
             if "experts" in row
-            else self._linear(row, choices[row["linear"]], linears[row["linear"]])
+            else judge_linear(row, choices[name], linears[name], self._moved.get(name))
             for row in rows
         }
-
-    def _linear(self, row: Row, choice: LinearChoice, linear: LowBitLinear) -> Judged:
-        name = row["linear"]
-        tensors = {tensor: row[tensor] for tensor in READERS if tensor in row}
-        found = findings(linear.scheme, tensors, row.get("products"))
-        if not found:
-            return Judged()
-        scheme, what_if = None, row.get("what_if")
-        if self._moved.get(name) == choice.spec:
-            scheme = "bf16"  # what seemed to mend it has not
-        elif what_if:
-            scheme = remedy(found, what_if, alternatives(choice, linear.weight.device))
-
-        def advice(finding: Finding) -> str:
-            other = (what_if or {}).get(scheme or "", {})
-            if finding.tensor is None:
-                better = other.get("products", {}).get(finding.gemm)
-            else:
-                better = other.get(finding.tensor, {}).get(finding.measure)
-            has = "leaves it in high precision" if better is None else f"has {percent(better)}"
-            override = json.dumps({name: scheme or "bf16"}, separators=(",", ":"))
-            return f"--quantize_overrides '{override}' {has}"
-
-        fixed = linear.scheme.latent or linear.scheme.stored_format is not None
-        return Judged(
-            {
-                f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
-                for f in found
-            },
-            None if fixed else scheme,
-            linear.scheme.amax_history,
-            not fixed and any(f.severe for f in found),
-        )
-
-    def _router(self, row: Row) -> Judged:
-        moe = self._sampler.routers[row["linear"]].moe
-        load = row["experts"]["load"]
-        # Effective number of experts (inverse Simpson index): `experts` where the load is even.
-        used = 1 / sum(share**2 for share in load)
-        # All tokens at the same experts is `per_token`; a quarter of the experts in use is a bad balance.
-        if moe.per_token >= moe.experts or used >= max(moe.experts / 4, 1.25 * moe.per_token):
-            return Judged()
-        most = sorted(load, reverse=True)[: moe.per_token]
-        what = f"{row['linear']}: {len(most)} of {moe.experts} experts get {percent(sum(most))} of the routes"
-        flag = "--router_bias_rate 0.001" if moe.selection_bias else "--router_balance_loss 0.01"
-        trained = self._sampler.routers[row["linear"]].weight.requires_grad
-        losses: Any = self._run.model.router_losses
-        balances = trained and losses.balance < BALANCE
-        return Judged({"load": ((True, 1.0), what, f"{flag} evens them out")}, balances=balances)
 
     # ---- what has been said ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import llm_pretrain
-from benchmarks import health_faults
+from benchmarks import faults
 from qtrain.train.health import monitor
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.metrics import read_metrics
@@ -45,7 +45,7 @@ def warnings(folder: Path) -> list[dict[str, Any]]:
 # ---- the faults ------------------------------------------------------------------------------------------------------
 
 
-outlier_channel = partial(health_faults.outlier_channel, layers=[1], norms=["attn_norm"])
+outlier_channel = partial(faults.outlier_channel, layers=[1], norms=["attn_norm"])
 """Of the input of layers.1.attn.qkv."""
 
 INT8 = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": False}}
@@ -53,10 +53,10 @@ E5M2 = {"quantize": "fp8_rowwise", "quantize_kwargs": {"power_of_two": False}}
 
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], dict[str, Any], str, str]] = {
     "outlier": (outlier_channel, {"quantize": "int8"}, "layers.1.attn.qkv output: ", "the product is off by 100%"),
-    "e5m2": (health_faults.e5m2_activations, E5M2, "layers.0.attn.qkv output: ", "the codes of x are off by "),
+    "e5m2": (faults.e5m2_activations, E5M2, "layers.0.attn.qkv output: ", "the codes of x are off by "),
     # At a rate at which no token is likely yet: their probabilities are below the step.
     "head": (
-        health_faults.head_to_nearest,
+        faults.head_to_nearest,
         {**INT8, "quantize_lm_head": True, "lr": 1e-4, "shape": {**SHAPE, "vocab_size": 2048}},
         "lm_head grad_input: ",
         "50% of the sum of |dy| is flushed to zero",
@@ -82,13 +82,16 @@ def test_a_run_without_a_fault_warns_of_nothing(scheme):
     assert len(read_metrics(folder / "health.jsonl")) == 12 * 8 and not warnings(folder)
 
 
-def test_a_collapsed_router_is_named():
-    with health_faults.collapsed_router():
-        folder = run("faulty", WIDE, quantize="int8")
+@pytest.mark.parametrize(
+    ("balance", "advice"), [(0, "0.01"), pytest.param(0.02, "above 0.02", marks=pytest.mark.sweep)]
+)
+def test_a_collapsed_router_is_named(balance, advice):
+    with faults.collapsed_router(offset=9.0):
+        folder = run("faulty", WIDE, quantize="int8", router_balance_loss=balance)
     told = [row["warning"] for row in warnings(folder) if "router" in row["warning"]]
     assert len(told) == len({row["linear"] for row in read_metrics(folder / "health.jsonl") if "experts" in row})
     assert told[0].endswith(
-        "router: 2 of 4 experts get 100% of the routes since step 5; --router_balance_loss 0.01 evens them out"
+        f"router: 2 of 4 experts get 100% of the routes since step 5; --router_balance_loss {advice} evens them out"
     )
 
 
@@ -127,7 +130,7 @@ def test_a_fallback_is_taken_back_by_overrides():
 def test_a_fallback_gives_collapsed_routers_a_balance_loss_also_when_the_run_is_resumed():
     settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9, "ckpt_interval": 7, "n_steps": 9}
     settings["router_balance_loss"] = 0
-    with health_faults.collapsed_router():
+    with faults.collapsed_router():
         plain = run("plain", WIDE, **settings | {"health_fallback": 0})
         whole = run("whole", WIDE, **settings)
         again = run("again", WIDE, resume=str(whole / "checkpoints/00000007"), **settings)
