@@ -11,7 +11,7 @@ import torch
 
 import llm_pretrain
 from benchmarks import faults
-from qtrain.train.health import monitor
+from qtrain.train.health import judged
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl
@@ -159,7 +159,7 @@ def test_a_linear_that_is_at_fault_where_it_was_moved_to_goes_on_in_high_precisi
 
     monkeypatch.setattr(HealthMonitor, "before_step", grow)
     # Whichever scheme the sample says: a second fault in it is not answered by a third scheme.
-    monkeypatch.setattr(monitor, "remedy", lambda *_: "fp8_rowwise")
+    monkeypatch.setattr(judged, "remedy", lambda *_: "fp8_rowwise")
     settings = {"quantize": "int8", "health_fallback": 2, "keep_ckpts": 9}
     with outlier_channel(size=size):
         folder = run("faulty", **settings, n_steps=7 if resumed else 12)
