@@ -12,13 +12,14 @@ import copy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 
 from benchmarks.merge_recovery import SHAPE, Text, loss_of, python_text, rounded
 from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.core.checks import Range
 from qtrain.core.config import parse
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
@@ -46,7 +47,7 @@ class RecoverySettings:
 
     steps: Count = 3000
     """Steps in all, of 1,024 bytes."""
-    share: float = 0.3
+    share: Annotated[float, Range(0, 1)] = 0.3
     """Share of the steps, the last ones, that train through the rounding."""
     weights: tuple[str, ...] = ("int4_g32", "int4_g128", "nvfp4")
     """Formats, as the option "weight" of --quantize qat."""

@@ -328,7 +328,8 @@ CHOICES = [
     ),
     wrong("--quantize: unknown scheme 'qat4'", "Did you mean 'qat'?", quantize="qat4"),
     wrong(
-        "--quantize_schedule.activations: 'int8' does not go with fp8_row weights",
+        "--quantize_schedule",
+        ".activations: 'int8' does not go with fp8_row weights; allowed: none, fp8. It goes with int4_g32",
         quantize_schedule='[[0,"bf16"],[0.5,{"scheme":"qat","weight":"fp8_row","activations":"int8"}]]',
     ),
     wrong("--quantize_schedule: qat follows itself", quantize_schedule='[[0,"qat"],[0.5,{"scheme":"qat"}]]'),
