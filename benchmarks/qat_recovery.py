@@ -88,7 +88,7 @@ def finished(before: Run, text: Text, settings: RecoverySettings, seed: int, wei
     """The model after the last share of the steps; weight: of qat, None: in high precision."""
     model, optimizer = copy.deepcopy(before)  # together: the optimizer's parameters are those of the copy
     scheme = SCHEMES.make("qat", {"weight": weight}, "--weights") if weight else SCHEMES.make("bf16", {}, "")
-    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    quantized = quantize_linears(model, scheme, seed=0, head=model.get_submodule("lm_head"))
     train((model, optimizer), text, settings, seed, range(first_step(settings), settings.steps), quantized)
     return model
 

@@ -380,12 +380,12 @@ CASES = {
         {"tp": 2, "quantize": "auto", "quantize_lm_head": True},
         {"quantize_lm_head": False},
     ),
-    ("--tp", "--optimizer_in_backward"): (PRETRAIN, {"tp": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--tp", "--quantize qat with a scale per row or tensor"): (
         PRETRAIN,
         {"tp": 2, "quantize": "qat", "quantize_kwargs": {"weight": "int8"}},
         {"quantize_kwargs": {"weight": "int4_g128"}},
     ),
+    ("--tp", "--optimizer_in_backward"): (PRETRAIN, {"tp": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--tp", "--optim of whole matrices"): (PRETRAIN, {"tp": 2, "optim": "muon"}, {"optim": "adamw"}),
     ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
     ("--ep", "--model_impl hf"): (PRETRAIN, {"ep": 2, "model_impl": "hf"}, {"model_impl": "native"}),
