@@ -72,12 +72,16 @@ class Text:
     def batch(self, generator: torch.Generator) -> Tensor:
         return self._windows(self._train, torch.randint(len(self._train) - LENGTH - 1, (BATCH,), generator=generator))
 
-    def evaluation(self) -> Tensor:
-        return self._windows(self._held_out, torch.linspace(0, len(self._held_out) - LENGTH - 1, EVALUATED).long())
+    def evaluation(self, windows: int = EVALUATED) -> Tensor:
+        return self._windows(self._held_out, torch.linspace(0, len(self._held_out) - LENGTH - 1, windows).long())
 
     def _windows(self, data: Tensor, starts: Tensor) -> Tensor:
         windows = torch.stack([data[i : i + LENGTH + 1] for i in starts.tolist()])
         return windows.long().to(self._device)
+
+
+def python_text(device: torch.device) -> Text:
+    return Text(sorted(Path(os.__file__).parent.glob("*.py"))[:80], device)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ def main(argv: list[str]) -> None:
     device = choose_device(settings.device)
     for name in settings.formats:
         merge_format(name, "--formats")
-    python = Text(sorted(Path(os.__file__).parent.glob("*.py"))[:80], device)
+    python = python_text(device)
     manual = Text([Path(pydoc_data.__file__).with_name("topics.py")], device)
     model = build_model(ModelSource("small", SHAPE, "--model"), device=device, seed=0)
     train(model, python, settings.pretrain_steps, 2e-3, 0)

@@ -96,6 +96,7 @@ SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet int8 backward": ("bitnet", {"backward": "int8"}),
     "int8_weight": ("int8_weight", {}),
     "int4_weight": ("int4_weight", {}),
+    "qat": ("qat", {"activations": "int8"}),
 }
 OVERRIDES = {"by name": {"layers.0.mlp.*": "bf16", "*.o_proj": "int8_weight", "layers.1.attn.qkv": "int8"}}
 """--quantize_overrides."""

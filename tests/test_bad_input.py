@@ -58,6 +58,10 @@ def wrong(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
     return Mistake(says, settings, words)
 
 
+def qat(**options: Any) -> dict[str, Any]:
+    return {"quantize": "qat", "quantize_kwargs": options}
+
+
 def wrong_tokenize(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
     return Mistake(says, settings, words, "tokenize")
 
@@ -314,6 +318,31 @@ CHOICES = [
         quantize="int8_weight",
         quantize_kwargs={"activations": "fp8"},
     ),
+    wrong("--quantize (qat).weight: 'int4' is not allowed", "'int4_g32', 'int4_g128'", **qat(weight="int4")),
+    wrong("--quantize (qat).weight: None is not allowed", "'int4_g32', 'int4_g128'", **qat(weight=None)),
+    wrong("--quantize (qat).activations: 'bf16' is not allowed", "'none', 'int8', 'fp8'", **qat(activations="bf16")),
+    wrong("--quantize (qat): unknown key 'weights'", "Did you mean 'weight'?", **qat(weights="int8")),
+    wrong(
+        "--quantize_kwargs.activations: 'fp8' does not go with int8 weights",
+        "allowed: none, int8. It goes with int4_g32, int4_g128, fp8_row.",
+        **qat(weight="int8", activations="fp8"),
+    ),
+    wrong(
+        "--quantize_kwargs.activations: 'int8' does not go with nvfp4 weights",
+        **qat(weight="nvfp4", activations="int8"),
+    ),
+    wrong("--quantize: unknown scheme 'qat4'", "Did you mean 'qat'?", quantize="qat4"),
+    wrong(
+        "--quantize_schedule",
+        ".activations: 'int8' does not go with fp8_row weights; allowed: none, fp8. It goes with int4_g32",
+        quantize_schedule='[[0,"bf16"],[0.5,{"scheme":"qat","weight":"fp8_row","activations":"int8"}]]',
+    ),
+    wrong("--quantize_schedule: qat follows itself", quantize_schedule='[[0,"qat"],[0.5,{"scheme":"qat"}]]'),
+    wrong(
+        "--quantize_overrides (*.qkv).activations: 'fp8' does not go with nvfp4 weights",
+        quantize_overrides={"*.qkv": {"scheme": "qat", "weight": "nvfp4", "activations": "fp8"}},
+    ),
+    wrong("--tp: 2, but each rank would scale its columns of a row", "int4_g128", tp=2, **qat(weight="fp8_row")),
     wrong("stochastic_rounding", '"backward":"int8"', quantize="bitnet", quantize_kwargs={"stochastic_rounding": True}),
     wrong(
         "--quantize (auto).candidates: 'int8' is not allowed", quantize="auto", quantize_kwargs={"candidates": "int8"}

@@ -38,5 +38,5 @@ def exported_weight(linear: nn.Linear | LowBitLinear) -> Tensor:
     if not scheme.latent:  # the master weight is what is trained; codes only approximate it
         return value.detach()
     if linear.reduce is not None:  # the scale is that of all processes, which the codes have
-        return linear.weight_codes.operands().codes.dequantize(value.dtype)
-    return quantize_weight(WeightRequest(scheme, value.detach(), None)).codes.dequantize(value.dtype)
+        return linear.weight_codes.operands().codes.values(value.dtype)
+    return quantize_weight(WeightRequest(scheme, value.detach(), None)).codes.values(value.dtype)

@@ -145,8 +145,7 @@ def new_codes(value: Tensor, wanted: OperandFormat) -> QuantizedTensor:
 
 def values_of(codes: QuantizedTensor, like: Tensor) -> Tensor:
     """The values of codes of `like` [N, K], in its dtype."""
-    values = codes.dequantize(torch.float32)[:, : like.shape[1]]  # packed rows may be padded
-    return (values if codes.tensor_scale is None else values * codes.tensor_scale).to(like.dtype)
+    return codes.values(like.dtype)[:, : like.shape[1]]  # packed rows may be padded
 
 
 def _ternary_codes(value: Tensor, wanted: OperandFormat) -> QuantizedTensor:

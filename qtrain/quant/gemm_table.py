@@ -1,7 +1,8 @@
 """The products of two operands, found by the formats and granularities of both, dense and of groups of rows.
 
-A row of `PRODUCTS` multiplies K-major codes. Any other pair is dequantized and multiplied in high precision: a plain
-tensor with a stored weight, or codes that were quantized along their other dimension. A new format is a new row.
+A row of `PRODUCTS` multiplies K-major codes. Any other pair is dequantized and multiplied in high precision: formats
+that no kernel multiplies, a plain tensor with codes of a weight, or codes that were quantized along their other
+dimension. A new format is a new row.
 """
 
 import itertools
@@ -65,6 +66,15 @@ def _nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Ten
     return (y if bias is None else y + bias).to(dtype)
 
 
+def _dequantized(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    """Of formats that no kernel multiplies, such as INT4 weights with INT8 activations: their values."""
+    # x is dequantized again in backward: a compiler that found both equal would keep its values, not its codes.
+    a = a._replace(scale=read_again(a.scale, a.codes))
+    return F.linear(a.values(dtype), b.values(dtype), bias)
+
+
 class Products(NamedTuple):
     """The products of two operand formats, of K-major codes."""
 
@@ -94,10 +104,18 @@ PRODUCTS = {
 }
 """The products of each (format of a, granularity of a, format of b, granularity of b)."""
 
+DEQUANTIZED = Products(_dequantized, EMULATED)
+"""Those of any other two formats."""
+
 
 def products_of(a: OperandFormat, b: OperandFormat) -> Products:
     """Of K-major operands in these formats."""
-    return PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
+    return PRODUCTS.get((a.fmt, a.granularity, b.fmt, b.granularity), DEQUANTIZED)
+
+
+def is_dequantized(a: OperandFormat, b: OperandFormat) -> bool:
+    """Whether codes in these formats are dequantized for their product. NF4 is not: 8-bit codes are made of it."""
+    return b.fmt != "nf4" and products_of(a, b) is DEQUANTIZED
 
 
 def emulates_grouped(a: OperandFormat, b: OperandFormat) -> bool:
@@ -132,7 +150,7 @@ def multiply(
     # dy in high precision, w stored in low bits.
     if gemm == "grad_input" and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
         b = _read_after(a, b)
-    a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    a, b = (t.values(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "output":
         return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
@@ -154,7 +172,7 @@ def multiply_grouped(
         products = products_of(a.format, b.format).grouped
         product = products.sums if gemm == "grad_weight" else products.rows
         return product(a, b, groups, dtype, fast_accum)
-    a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    a, b = (t.values(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "grad_weight":
         return k_grouped_plain_mm(a.t(), b.t(), groups.starts, dtype)  # views: dy [R, N] and x [R, K], read along R
     # [E * N, K] has the matrices along its rows; its transpose, for grad_input, along its columns.

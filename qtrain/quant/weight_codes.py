@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
@@ -81,6 +82,8 @@ def wire_format(scheme: LowBitScheme) -> OperandFormat | None:
     rows, columns = scheme.formats_of("w")
     if rows is None or columns is None or any(scheme.rounds("w")):
         return None
+    if rows.scale_dtype != torch.float32:
+        return None  # scales in fewer bits need a statistic of their own, as NVFP4's of the tensor
     group_rows, group_columns = GRANULARITIES[rows.granularity]
     # A square block has one scale and the same codes in both layouts; two codes a byte cannot be transposed as bytes.
     square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1

@@ -57,6 +57,12 @@ class QuantizedTensor(NamedTuple):
             return dequantize_nf4(self.codes, self.scale, shape[1], dtype)
         return dequantize(self.codes, self.scale.float(), fmt, granularity, shape, dtype)
 
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """codes * scale (* tensor_scale) [rows, columns] in `dtype`, rounded once."""
+        if self.tensor_scale is None:
+            return self.dequantize(dtype)
+        return (self.dequantize(torch.float32) * self.tensor_scale).to(dtype)
+
     def summed_over_rows(self) -> "QuantizedTensor":
         """The same codes for a GEMM that sums over their rows."""
         return self._replace(format=self.format._replace(sum_dim=0))

@@ -83,7 +83,7 @@ def test_high_precision_is_the_loop_over_experts(tokens, kind):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max() + 1e-9
 
 
-ERROR = {"mxfp8": 0.15, "int4": 0.5, "nvfp4": 0.5, "bitnet": 1.5, "int4_weight": 0.5}
+ERROR = {"mxfp8": 0.15, "int4": 0.5, "nvfp4": 0.5, "bitnet": 1.5, "int4_weight": 0.5, "qat": 0.5}
 """Relative errors that a scheme's formats allow; 0.1 of the others."""
 NAMES = [name for name in SCHEMES.names() if name not in ("auto", "bf16")]
 

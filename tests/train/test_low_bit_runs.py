@@ -64,7 +64,13 @@ def new_run(scheme: str, options: dict | None = None, seed: int = 0, **changes) 
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("int8_weight", {}), ("int8_weight", {"activations": "int8_sr"}), ("int4_weight", {}), ("bitnet", {})],
+    [
+        ("int8_weight", {}),
+        ("int8_weight", {"activations": "int8_sr"}),
+        ("int4_weight", {}),
+        ("bitnet", {}),
+        ("qat", {"activations": "int8"}),
+    ],
 )
 def test_a_resumed_run_continues_bit_for_bit(scheme, options):
     run = new_run(scheme, options)

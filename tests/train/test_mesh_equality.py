@@ -71,6 +71,7 @@ def _of_one(
 
 
 SWEPT = (
+    "qat",
     "int8",
     "int4_weight",
     "int8_weight",

@@ -10,6 +10,7 @@ import torch
 import llm_finetune
 import llm_pretrain
 import timm_finetune
+from qtrain.commands import export
 from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl, write_questions
 from tests.data.images.pictures import write_folder
@@ -66,8 +67,9 @@ def equal(one: Path, other: Path) -> bool:
         ("int8", "bf16"),
         ("fp8_rowwise", "fp8_blockwise"),
         ("nvfp4", {"scheme": "nvfp4", "output": "bf16"}),
+        ("bf16", "qat"),
     ],
-    ids=["to_int8", "to_bf16", "rowwise_to_blockwise", "nvfp4_finish"],
+    ids=["to_int8", "to_bf16", "rowwise_to_blockwise", "nvfp4_finish", "to_qat"],
 )
 def test_each_part_is_that_of_its_scheme_alone(first, second):
     """The second part: a run of the second scheme that goes on from the last checkpoint of the first."""
@@ -91,6 +93,23 @@ def test_a_run_that_resumes_before_at_and_after_the_change_is_the_same(at):
     rest = run("rest", quantize_schedule=schedule, resume=str(whole / "checkpoints" / f"{at:08d}"))
     assert steps(whole) == steps(rest)
     assert equal(whole / "checkpoints" / "00000008", rest / "checkpoints" / "00000008")
+
+
+def test_what_is_exported_after_a_finish_in_qat_are_the_codes_of_training():
+    """Of a run that resumes before the change, and of a resumed one after it; afterwards by the command."""
+    schedule = json.dumps([[0, "bf16"], [CHANGE, "qat"]])
+    settings = {"quantize_schedule": schedule, "export": True, "export_format": ["hf", "ct_int4_g32"]}
+    whole = run("whole", **settings)
+    for at in (2, 6):
+        rest = run(f"from{at}", **settings, resume=str(whole / "checkpoints" / f"{at:08d}"))
+        assert steps(whole) == steps(rest)
+        assert equal(whole / "checkpoints" / "00000008", rest / "checkpoints" / "00000008")
+        for part in ("hf", "ct_int4_g32"):
+            files = [(folder / part / "model.safetensors").read_bytes() for folder in (whole, rest)]
+            assert files[0] == files[1]
+        assert "ct_int4_g32: all 14 matrices hold the codes that training" in (rest / "train.log").read_text()
+    done = call(export.main, [str(whole), "--format", "ct_int4_g32", "--output", "again"])
+    assert done.code == 0 and "all 14 matrices hold the codes" in done.out, done.err
 
 
 def test_the_log_and_the_plan_tell_the_schemes():

@@ -73,7 +73,13 @@ OLMOE = {**CONFIG, "model_type": "olmoe", "num_hidden_layers": 1, "num_experts":
 """Norms of queries and keys over all heads."""
 
 SCHEME_NAMES = [name for name in SCHEMES.names() if name != "auto"]
-LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {"bf16": 1e-5, "int4": 1e-2, "int4_weight": 1e-2, "nvfp4": 1e-2}
+LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {
+    "bf16": 1e-5,
+    "int4": 1e-2,
+    "int4_weight": 1e-2,
+    "nvfp4": 1e-2,
+    "qat": 1e-2,
+}
 STEPS = 2
 
 

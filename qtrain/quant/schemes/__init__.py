@@ -15,5 +15,6 @@ from qtrain.quant.schemes import (  # noqa: F401  (each registers itself)
     int8_weight,
     mxfp8,
     nvfp4,
+    qat,
     switchback,
 )

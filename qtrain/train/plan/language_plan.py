@@ -28,6 +28,7 @@ from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
+from qtrain.quant.gemm_table import is_dequantized
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Figures, Plan, make_plan
@@ -423,7 +424,11 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapt
     wire = wire_format(scheme)
     operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
-    read = [element if other is None else float(w.fmt == "nf4") for other, w in operands if w is not None]
+    read = [
+        element if other is None or is_dequantized(other, w) else float(w.fmt == "nf4")
+        for other, w in operands
+        if w is not None
+    ]
     made = other_layout_bytes(scheme)
     return LinearBytes(
         weight=weight_bytes(scheme, element),

@@ -25,6 +25,7 @@ from qtrain.quant.scheme_map import SchemeMap, with_overrides
 from qtrain.quant.scheme_schedule import Phase, built_scheme, read_phases
 from qtrain.quant.schemes.auto import Auto
 from qtrain.quant.schemes.frozen_base import keeps_codes
+from qtrain.quant.schemes.qat import Qat
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.tensors.stored_weight import rows_divide
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
@@ -191,6 +192,10 @@ def _all_bf16(o: Options) -> bool:
 
 def _stored(o: Options) -> bool:
     return any(isinstance(part, LowBitScheme) and part.stored_format is not None for part in o.scheme.parts())
+
+
+def _qat(o: Options) -> list[Qat]:
+    return [part for part in o.scheme.parts() if isinstance(part, Qat)]
 
 
 def _arithmetics(o: Options) -> set[str]:
@@ -418,6 +423,9 @@ RUN_EXCLUSIONS = (
         lambda o: o.lora and o.lora.merge_format and o.settings.quantize != "bf16",
         "'{lora.merge_format}' and --quantize {quantize} both say which rounded weights are multiplied",
         "; leave one of them out"),
+    Exclusion("--lora", "--quantize qat", lambda o: _adapters(o) and _qat(o),
+        "it freezes the weights that qat rounds and trains",
+        '; leave qat out and give --lora a "merge_format", whose rounding adapters train through'),
     Exclusion("--lora.merge_format", "--model_impl hf",
         lambda o: o.lora and o.lora.merge_format and _transformers(o),
         "'{lora.merge_format}' needs qtrain's own decoder, as its export does", "; use --model_impl native"),
@@ -564,6 +572,10 @@ RUN_EXCLUSIONS = (
         _with("tp", lambda o: o.settings.quantize == "auto" and o.settings.quantize_lm_head),
         "{tp}, but --quantize auto times one rank's part of the head (--quantize_lm_head), and others may have fewer "
         "rows", "; name the scheme, or leave out --quantize_lm_head"),
+    Exclusion("--tp", "--quantize qat with a scale per row or tensor",
+        _with("tp", lambda o: any(not qat.has_groups for qat in _qat(o))),
+        "{tp}, but each rank would scale its columns of a row by themselves, and an export has one scale for all",
+        f'; give qat the "weight" int4_g32 or int4_g128, or {SHARD.removeprefix("; ")}'),
     Exclusion("--tp", "--optimizer_in_backward", _with("tp", lambda o: o.settings.optimizer_in_backward),
         "{tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are summed over its "
         "ranks", "; leave one of them out"),
@@ -587,6 +599,9 @@ RUN_EXCLUSIONS = (
         _with("ep", lambda o: o.settings.deterministic and "nvfp4" in _arithmetics(o)),
         "{ep}, but with --deterministic nvfp4 needs a scale of the tokens of all experts, which no rank has",
         "; leave one of them out"),
+    Exclusion("--ep", "--quantize qat in nvfp4", _with("ep", lambda o: any(qat.weight == "nvfp4" for qat in _qat(o))),
+        "{ep}, but each rank would scale its experts by themselves, and an export has one scale for all",
+        '; give qat another "weight", or leave --ep out'),
     Exclusion("--ep", "--optim of whole matrices", _with("ep", lambda o: not o.optimizer.takes_parts(hidden=True)),
         "{ep}, but --optim {optim} works on the matrices of all experts at once, and each rank has a part",
         _allowed(lambda spec: spec.takes_parts(hidden=True))),

@@ -19,7 +19,15 @@ from tests.quant.test_experts import EXPERTS, INNER, PER_TOKEN, C, Experts, modu
 from tests.worlds import run_ranks
 
 RANKS, TOKENS, STEP = 2, 100, 6
-ERROR = {"bf16": 1e-6, "int4": 0.5, "nvfp4": 0.5, "int8_blockwise": 0.2, "int4_weight": 1e-6, "int8_weight": 1e-6}
+ERROR = {
+    "bf16": 1e-6,
+    "int4": 0.5,
+    "nvfp4": 0.5,
+    "int8_blockwise": 0.2,
+    "int4_weight": 1e-6,
+    "int8_weight": 1e-6,
+    "qat": 1e-6,
+}
 """Relative errors of scales that cover other tokens, and of codes rounded with other bits; 0.1 of the others."""
 KINDS = ("random", "one")
 """The second routes all tokens to two experts, of one rank."""

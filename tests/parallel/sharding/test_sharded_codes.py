@@ -25,6 +25,9 @@ CASES = {
     "switchback": ("switchback", {}, 1.0),
     "bitnet": ("bitnet", {}, 0.25),
     "bitnet int8": ("bitnet", {"backward": "int8"}, 0.25),
+    "qat int4": ("qat", {}, 0.5),
+    "qat int8": ("qat", {"weight": "int8", "activations": "int8"}, 1.0),
+    "qat fp8": ("qat", {"weight": "fp8_row"}, 1.0),
 }
 ODD = ((1, 8), (130, 64), (300, 192), (260, 257), (256, 512))
 """[N, K]: fewer rows than ranks, rows that cut blocks, weights that one rank owns, whole blocks."""
@@ -92,6 +95,7 @@ def test_bytes_per_weight():
         ("int4", {}),
         ("mxfp8", {}),
         ("nvfp4", {}),
+        ("qat", {"weight": "nvfp4"}),
         ("int8_blockwise", {"block": "1x128"}),
         ("int8", {"granularity": "tensorwise", "stochastic_rounding": True}),
         ("fp8_tensorwise", {"output": "bf16"}),

@@ -27,7 +27,10 @@ CASES = {
         name: {"quantize": name}
         for name in ("bf16", "bitnet", "fp8_blockwise", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_tensorwise", "int4")
     },
-    **{name: {"quantize": name} for name in ("int4_weight", "int8_blockwise", "int8_weight", "mxfp8", "switchback")},
+    **{
+        name: {"quantize": name}
+        for name in ("int4_weight", "int8_blockwise", "int8_weight", "mxfp8", "qat", "switchback")
+    },
     "int8 stochastic": {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}},
 }
 """Every scheme but auto, which times others; the first ones run in `make test`."""

@@ -18,7 +18,7 @@ from tests.cases import matrix
 from tests.models.families import drawn, source_of
 from tests.quant.emulation import POWER_OF_TWO, TABLE, EmulatedLinear, cosine, draw_alike, emulate, same
 
-ELSEWHERE = {"bf16", "auto", "bitnet", "int8_weight", "int4_weight"}
+ELSEWHERE = {"bf16", "auto", "bitnet", "qat", "int8_weight", "int4_weight"}
 """Schemes that multiply nothing of their own, or whose weights are something else; they have their own test files."""
 
 LOW_BIT = sorted(set(SCHEMES.names()) - {"bf16", "auto"})

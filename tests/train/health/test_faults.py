@@ -75,7 +75,7 @@ def test_a_fault_is_named_within_20_steps(fault):
     assert f"health      {found}\n" in (folder / "train.log").read_text(), "in one line"
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8_tensorwise", "fp8_blockwise", "bitnet", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8_tensorwise", "fp8_blockwise", "bitnet", "nvfp4", "mxfp8", "qat"])
 def test_a_run_without_a_fault_warns_of_nothing(scheme):
     kwargs = {"quantize_kwargs": {"scaling": "delayed"}} if scheme == "fp8_tensorwise" else {}
     folder = run("healthy", quantize=scheme, n_steps=60, lr=0.004, **kwargs)

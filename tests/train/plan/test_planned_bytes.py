@@ -54,6 +54,7 @@ CASES |= {
     "schedule-free states in bf16": {"optim": "adamw_schedule_free", "optim_kwargs": {"z": "bf16", "v": "bf16"}},
     "stored codes and INT8 ones": {"quantize": "int4_weight", "quantize_kwargs": {"activations": "int8"}},
     "ternary codes in both layouts": {"quantize": "bitnet", "quantize_kwargs": {"backward": "int8"}},
+    "INT4 codes times INT8 ones": {"quantize": "qat", "quantize_kwargs": {"activations": "int8"}},
     "factored states": {"optim": "torch.Adafactor"},
     "one layout of codes": {"quantize": "fp8_blockwise", "weight_codes": "one"},
     "one layout of stored codes": {

@@ -225,6 +225,7 @@ CASES = {
         {"lora": MERGED},
     ),
     ("--lora.merge_format", "--quantize"): (FINETUNE, {"lora": MERGED, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--lora", "--quantize qat"): (FINETUNE, {"lora": LORA, "quantize": "qat"}, {"lora": None}),
     ("--lora.merge_format", "--model_impl hf"): (
         FINETUNE,
         {"lora": MERGED, "model_impl": "hf"},
@@ -379,6 +380,11 @@ CASES = {
         {"tp": 2, "quantize": "auto", "quantize_lm_head": True},
         {"quantize_lm_head": False},
     ),
+    ("--tp", "--quantize qat with a scale per row or tensor"): (
+        PRETRAIN,
+        {"tp": 2, "quantize": "qat", "quantize_kwargs": {"weight": "int8"}},
+        {"quantize_kwargs": {"weight": "int4_g128"}},
+    ),
     ("--tp", "--optimizer_in_backward"): (PRETRAIN, {"tp": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--tp", "--optim of whole matrices"): (PRETRAIN, {"tp": 2, "optim": "muon"}, {"optim": "adamw"}),
     ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
@@ -391,6 +397,11 @@ CASES = {
         PRETRAIN,
         {"ep": 2, "deterministic": True, "quantize": "nvfp4"},
         {"quantize": "mxfp8"},
+    ),
+    ("--ep", "--quantize qat in nvfp4"): (
+        PRETRAIN,
+        {"ep": 2, "quantize": "qat", "quantize_kwargs": {"weight": "nvfp4"}},
+        {"quantize_kwargs": {"weight": "int8"}},
     ),
     ("--ep", "--optim of whole matrices"): (PRETRAIN, {"ep": 2, "optim": "q_galore_adamw"}, {"optim": "muon"}),
 }
