@@ -5,7 +5,7 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
-    "tests/train/health/test_faults.py::test_a_linear_that_is_at_fault_where_it_was_moved_to_goes_on_in_high_precision": 0,
+    "tests/train/health/test_faults.py::test_a_linear_at_fault_where_it_was_moved_to_goes_on_in_high_precision": 0,
     "tests/train/health/test_faults.py::test_a_fallback_leaves_a_linear_in_high_precision_that_no_scheme_mends": 0,
     "tests/train/health/test_samples.py::test_images": 0,
     "tests/train/test_spikes.py::test_a_skipped_batch_leaves_no_trace": 0,

@@ -150,7 +150,7 @@ def test_a_fallback_leaves_a_linear_in_high_precision_that_no_scheme_mends():
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.sweep)])
-def test_a_linear_that_is_at_fault_where_it_was_moved_to_goes_on_in_high_precision(monkeypatch, resumed):
+def test_a_linear_at_fault_where_it_was_moved_to_goes_on_in_high_precision(monkeypatch, resumed):
     size, before_step = torch.tensor(1000.0), HealthMonitor.before_step
 
     def grow(self: HealthMonitor, batches: Any, step: int) -> None:
