@@ -74,16 +74,18 @@ def _json_list(arguments: list[str]) -> tuple[Any, ...]:
     return tuple(value)
 
 
-JsonDict = Annotated[
-    dict[str, Any] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
+def _json_field(read: Callable[[list[str]], Any], accepts: Callable[[Any], bool]) -> Any:
+    """A field that is written as JSON. read: its value from a flag; accepts: whether a value other than None is one."""
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=_json_object,
-        is_instance=lambda value: value is None or isinstance(value, dict),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or accepts(value),
         str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
+    )
+
+
+JsonDict = Annotated[dict[str, Any] | None, _json_field(_json_object, lambda value: isinstance(value, dict))]
 """A field that is a JSON object, both as a flag and in a recipe."""
 
 JsonText = Annotated[
@@ -103,28 +105,13 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
 
 
-_NAMES = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="JSON",
-    instance_from_str=_json_names,
-    is_instance=lambda value: value is None or _are_names(value),
-    str_from_instance=lambda value: [json.dumps(value)],
-)
+_NAMES = _json_field(_json_names, _are_names)
 JsonNames = Annotated[tuple[str, ...], _NAMES]
 """A field that is a JSON list of names, both as a flag and in a recipe."""
 GivenNames = Annotated[tuple[str, ...] | None, _NAMES]
 """The same of a field that may also not be given."""
 
-JsonList = Annotated[
-    tuple[Any, ...] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_json_list,
-        is_instance=lambda value: value is None or isinstance(value, tuple),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
+JsonList = Annotated[tuple[Any, ...] | None, _json_field(_json_list, lambda value: isinstance(value, tuple))]
 """A field that is a JSON list, both as a flag and in a recipe."""
 
 
