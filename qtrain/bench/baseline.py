@@ -8,21 +8,21 @@ memory, and the versions that were measured. A slow machine is most often one wi
 process on it, or other versions of torch and triton; the last line names versions that differ.
 """
 
-import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from qtrain.bench.arguments import split_list
-from qtrain.bench.tables import Cell, Table, about_run, check_json
+from qtrain.bench.tables import Cell, Table, about_run, check_json, write_record
 from qtrain.bench.train_step import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import parse, versions
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import product_of
+from qtrain.core.hardware import planned_name, product_of
 from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 def read_baseline(gpu: str) -> dict[str, Any] | None:
     """The file of a GPU by its product name ('H200'); None: there is none."""
-    path = FOLDER / f"{gpu.lower().replace(' ', '-')}.json"
+    path = FOLDER / f"{planned_name(gpu)}.json"
     return read_json(path, "--check") if path.exists() else None
 
 
@@ -114,9 +114,8 @@ def compare(measured: Mapping[str, dict[str, Any]], baseline: Mapping[str, Any] 
         if baseline:
             there = baseline["rows"][name]
             figures |= {"baseline tok/s": there["tok_s"], "baseline GiB": there["peak_gib"]}
-            table.put(
-                name, "as fast", Cell(found["tok_s"] / there["tok_s"], text=f"{found['tok_s'] / there['tok_s']:.2f}x")
-            )
+            ratio = found["tok_s"] / there["tok_s"]
+            table.put(name, "as fast", Cell(ratio, text=f"{ratio:.2f}x"))
         for column, figure in figures.items():
             table.put(name, column, Cell(figure, text=f"{figure:,.1f}" if "GiB" in column else f"{figure:,.0f}"))
     return table
@@ -149,12 +148,7 @@ def write_baseline(
     if not ran:
         raise UserError("--json: no row ran, so there is nothing to write.")
     about = {key: value for key, value in about_run(settings, gpu).items() if key in ("versions", "device")}
-    record = {"date": time.strftime("%Y-%m-%d"), **about, "rows": ran}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
+    write_record(path, {**about, "rows": ran})
     print(f"baseline    {path}")
 
 
@@ -163,8 +157,6 @@ def _gpu() -> str:
     device = choose_device("auto")
     if device.type != "cuda":
         raise UserError("--check: there is no GPU here; baselines are of GPUs.")
-    import torch
-
     return product_of(torch.cuda.get_device_name(device))
 
 

@@ -3,6 +3,7 @@
 A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
+import contextlib
 import csv
 import json
 import sys
@@ -121,15 +122,25 @@ def check_json(path: Path) -> None:
 def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
     """Write all tables, and `about` the measurement; beside it a .csv with a line for each cell. UserError if a file
     cannot be written."""
-    record = {"date": time.strftime("%Y-%m-%d"), **about, "tables": [table.record() for table in tables]}
-    try:
+    write_record(path, {**about, "tables": [table.record() for table in tables]})
+    with _writing(path), path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        lines = [line for table in tables for line in table.lines()]
+        writer = csv.DictWriter(file, dict.fromkeys(key for line in lines for key in line))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a measurement with its date as JSON. UserError if the file cannot be written."""
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-            lines = [line for table in tables for line in table.lines()]
-            writer = csv.DictWriter(file, dict.fromkeys(key for line in lines for key in line))
-            writer.writeheader()
-            writer.writerows(lines)
+        path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **record}, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
 

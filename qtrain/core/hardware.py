@@ -238,7 +238,12 @@ def with_measured_host_link(hardware: Hardware, device: torch.device) -> Hardwar
 
 def planned_gpus() -> dict[str, str]:
     """The GPUs that a run can be planned for without having one: name on the command line -> product."""
-    return {product.lower().removeprefix("rtx ").replace(" ", "-"): product for product in DATASHEET}
+    return {planned_name(product): product for product in DATASHEET}
+
+
+def planned_name(product: str) -> str:
+    """The name of a product on the command line: '4090' of 'RTX 4090'."""
+    return product.lower().removeprefix("rtx ").replace(" ", "-")
 
 
 def datasheet_hardware(name: str, flag: str = "--gpu") -> Hardware:
