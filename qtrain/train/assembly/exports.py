@@ -18,6 +18,7 @@ from qtrain.quant import LinearChoice
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard, device_name
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.plan.phases import last_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 
@@ -29,8 +30,7 @@ def check_run_exports(prepared: Prepared) -> None:
     settings = prepared.language
     if settings.export:
         formats = read_formats(settings.export_format, FLAG)
-        last = prepared.plan.phases[-1].linears if prepared.plan.phases else prepared.linears
-        check_exports(prepared.architecture.empty, last, formats, FLAG)
+        check_exports(prepared.architecture.empty, last_linears(prepared.plan, prepared.linears), formats, FLAG)
     if settings.push_to_hub is not None and not settings.dry_run:
         check_pushes(settings.push_to_hub, settings.export_format)
 

@@ -28,7 +28,7 @@ from qtrain.train.plan.linears import (
     resumed_map,
     warn_high_precision,
 )
-from qtrain.train.plan.phases import describe_phases, plan_of_phases
+from qtrain.train.plan.phases import describe_phases, last_linears, plan_of_phases
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
@@ -76,7 +76,7 @@ def prepare(
         found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
         plan = dataclasses.replace(plan, advice=found, within=within)
     plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
-    told = list(plan.phases[-1].linears) if plan.phases else linears  # of a schedule the last
+    told = list(last_linears(plan, linears))
     lines = [
         describe_low_bits(told, plan.linear_rows),
         *plan.lines(),

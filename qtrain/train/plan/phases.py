@@ -11,6 +11,11 @@ from qtrain.quant.scheme_schedule import Phase, first_steps
 from qtrain.train.plan.plan import Plan, PlannedPhase
 
 
+def last_linears(plan: Plan, linears: Sequence[LinearChoice]) -> Sequence[LinearChoice]:
+    """What the linears of a run end as: those of the last phase; without phases, `linears`."""
+    return plan.phases[-1].linears if plan.phases else linears
+
+
 def phase_at(phases: Sequence[PlannedPhase], step: int) -> int:
     """The number of the phase that the step after `step` steps is in."""
     return sum(phase.first_step <= step for phase in phases) - 1
