@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
@@ -126,8 +127,10 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
         x = in_memory(t)
         scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
         # power_of_two False: a given scale is not rounded again.
-        codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else x
-        codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else x
+        codes: Tensor | MaybeNone = quantize_rows(x, rows, rounding, False, scale).codes if rows else None
+        codes_t: Tensor | MaybeNone = (
+            quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else None
+        )
     if delayed.amax is not None:
         # NaN where the absmax is not finite: given scales saturate, and an Inf must show in the product.
         scale = record_amax(delayed.amax, absmax(x) if amax is None else amax, scale)
