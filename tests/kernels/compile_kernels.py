@@ -22,6 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
+from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
+from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
@@ -435,8 +437,39 @@ def frozen_weights() -> Iterator[Case]:
             )
 
 
-GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
+def decode() -> Iterator[Case]:
+    weights = [Weight(zeros(512, 1024)), *(
+        Weight(*empty_codes(zeros(512, 1024), fmt, granularity), fmt, granularity)
+        for fmt, granularity in (
+            ("int8", "rowwise"), ("e4m3", "128x128"), ("e4m3", "1x32"), ("int4", "1x32"), ("ternary", "tensorwise")
+        )
+        if fmt != "e4m3" or hardware.has_fp8(torch.device("cpu"))
+    )]  # fmt: skip
+    for weight in weights:
+        for swiglu in (False, True):
+            for m, names in ((1, GEMV), (2, TILES), (64, TILES)):
+                width = 256 if swiglu else 512
+                fused = Fused(zeros(1024), 1e-6, zeros(512), swiglu, zeros(m, width))
+                for number, name in enumerate(names):
+                    if m > 1 and swiglu and TILES[name].split > 1:
+                        continue
+                    some = number == 0 and m < 64 and swiglu and weight.fmt in ("int4", "int8")
+                    yield some, lambda m=m, w=weight, f=fused, n=name: launch_weight_only_mm(zeros(m, 1024), w, f, n)
+    for kv_heads, group, d, norm in ((4, 7, 128, False), (2, 1, 64, True)):
+        cache, tables = zeros(2, kv_heads, 512, d), (zeros(512, d // 2, dtype=FP32),) * 2
+        heads = Heads(0.1, 0, *((zeros(d),) * 2 if norm else (None, None)), 1e-6)
+        yield (
+            norm,
+            lambda c=cache, t=tables, h=heads, width=(group + 2) * kv_heads * d: launch_cached_attention(
+                zeros(2, width), c, c, zeros(2, dtype=torch.int64), *t, h
+            ),
+        )
+
+
+GROUPS = (decode, quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
 TUNED = {
+    "_gemv_kernel",
+    "_tile_kernel",
     "_persistent_mm_kernel",
     "_slice_kernel",
     "_sum_slices_kernel",
