@@ -319,8 +319,8 @@ MISTAKES = [
     wrong("the label 9223372036854775808 of", "too large", **images(type="parquet", paths="huge.parquet")),
     wrong("000.png' is a FIFO, not a regular file", **images(type="image_folder", path="pipe")),
     wrong("there is no such user's folder", **images(type="image_folder", path="~nobody-has-this-name")),
-    wrong("--train_ds: cannot resume", "seed", resume="RUN", n_steps=9, seed=7),
-    wrong("--train_ds: cannot resume", "batch_size", resume="RUN", n_steps=9, batch_size=2),
+    wrong("--seed: cannot resume", "this one has 7", resume="RUN", n_steps=9, seed=7),
+    wrong("--batch_size: cannot resume", "Give --batch_size 4", resume="RUN", n_steps=9, batch_size=2),
     wrong("--resume", "ema", resume="RUN", ema_decay=0.9),
 ]
 

@@ -45,7 +45,7 @@ from qtrain.train.state.run_folder import (
     make_run_folder,
     result_versions,
     save_run_config,
-    shapes,
+    that_run_had,
 )
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
@@ -279,8 +279,7 @@ class Run:
         changed = changed_settings(path, self.settings)
         if (saved := meta.get("quantize", self.settings.quantize)) != self.settings.quantize:
             changed = {"quantize": (saved, self.settings.quantize), **changed}
-        found = [f"--{name} {shown(old)}, not {shown(new)}" for name, (old, new) in changed.items() if shapes(name)]
-        return f" That run had {'; '.join(found[:3])}." if found else ""
+        return that_run_had(changed)
 
     @contextlib.contextmanager
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
