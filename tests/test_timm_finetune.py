@@ -34,6 +34,7 @@ timm = pytest.importorskip("timm")
 
 SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 FOLDER = {"type": "image_folder", "path": "images"}
+NO_HEADER, CUT_PIXELS = {**FOLDER, "path": "no_header"}, {**FOLDER, "path": "cut_pixels"}
 GOOD: dict[str, Any] = {
     "model": "vit_tiny_patch16_224",
     "model_kwargs": SHAPE,
@@ -223,6 +224,9 @@ def _write_broken_images() -> None:
     write_folder(Path("pipe"))
     Path("pipe/cat/000.png").unlink()
     os.mkfifo("pipe/cat/000.png")
+    for name, broken in (("no_header", b"GIF"), ("cut_pixels", Path("images/owl/005.png").read_bytes()[:60])):
+        shutil.copytree("images", name)
+        Path(name, "owl/005.png").write_bytes(broken)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -282,6 +286,10 @@ MISTAKES = [
     wrong("the class 'dog' has no image files", **images(type="image_folder", path="hollow")),
     wrong("there is only one class, 'cat'", **images(type="image_folder", path="one")),
     wrong("000.png cannot be read as an image", **images(type="image_folder", path="broken"), batch_size=2),
+    wrong("--train_ds: no_header/owl/005.png cannot be read as an image", **images(**NO_HEADER), dry_run=True),
+    wrong("--eval_ds: no_header/owl/005.png cannot be read as an image", eval_ds=NO_HEADER, dry_run=True),
+    wrong("--train_ds: cut_pixels/owl/005.png cannot be read as an image", **images(**CUT_PIXELS), batch_size=24),
+    wrong("--eval_ds: cut_pixels/owl/005.png cannot be read as an image", eval_ds=CUT_PIXELS),
     wrong("--eval_ds: it has 2 classes, the training data 3", eval_ds={**FOLDER, "path": "two"}),
     wrong("--eval_ds: its class 2 is 'elk'", "'owl'", eval_ds={**FOLDER, "path": "other"}),
     wrong("--train_ds: 'x/*.parquet' matches no file", **images(type="parquet", paths="x/*.parquet")),
