@@ -258,6 +258,7 @@ MISTAKES = [
         "Did you mean 'vit_tiny_patch16_224'?",
         model="vit_tinny_patch16_224",
     ),
+    wrong("timm has no model 'vit_tinny'", "Did you mean 'vit_tiny_patch16_224'?", model="vit_tinny"),
     wrong("no weights with the tag 'in1k'", "augreg", model="timm/vit_tiny_patch16_224.in1k"),
     wrong(
         "--pretrained: timm has no published weights",
