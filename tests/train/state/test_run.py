@@ -121,12 +121,15 @@ def test_a_run_that_another_process_trains_is_not_resumed():
 
 @pytest.mark.parametrize(("steps", "error"), [(0, UserError), (1, UserError), (0, ValueError)])
 def test_a_mistake_before_the_first_step_leaves_no_folder(steps, error):
-    """Another error leaves its traceback there; a resumed run's folder stays."""
+    """Another error leaves its traceback there."""
     run = new_run(find_run_folder(settings(), "script"))
     with pytest.raises(error), run.opened_folder():
         train(run, steps)
         raise error("a broken file")
     assert run.folder.path.exists() is (steps > 0 or error is ValueError)
+
+
+def test_a_mistake_leaves_the_folder_of_a_resumed_run():
     saved = trained_run()
     resumed = new_run(find_run_folder(settings(resume=str(saved.folder.path)), "script"))
     resumed.restore()
