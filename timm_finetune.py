@@ -78,7 +78,8 @@ def train(settings: VisionSettings) -> None:
         image = {**image, "crop_pct": augmentation.crop_pct}
     transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
-    images.read(0)
+    for read in filter(None, (images, eval_images)):
+        read.check()
     if not settings.dry_run:
         launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, describe_images(images, eval_images, settings))

@@ -69,9 +69,10 @@ def experts(scheme: Scheme) -> str:
 
 
 def schemes_table() -> str:
-    """Schemes with their default options, by GPU."""
+    """Schemes with their default options, by GPU; those that run alike in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     lines = [
-        "| scheme | " + " | ".join(f"sm_{arch}" for arch in GPUS) + " | experts | CPU |",
+        "| schemes | " + " | ".join(f"sm_{arch}" for arch in GPUS) + " | experts | CPU |",
         "|---|" + "---|" * (len(GPUS) + 2),
     ]
     cpu = torch.device("cpu")
@@ -87,7 +88,8 @@ def schemes_table() -> str:
                 )
         refused = isinstance(scheme, LowBitScheme) and scheme.refusal(SIZE, SIZE, cpu)
         cells += [experts(scheme), "refused" if refused else "reference"]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        alike.setdefault(tuple(cells), []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
     return "\n".join(lines) + "\n"
 
 

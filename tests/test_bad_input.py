@@ -484,10 +484,16 @@ RESUME = [
     wrong("--resume", "shape", "settings of the run", resume="RUN", model="wider.json"),
     wrong("--resume", "layers.2.", "Use the run's settings", resume="RUN", model="deeper.json"),
     wrong("--resume", "torch.float32", "torch.bfloat16", resume="RUN", dtype="bf16"),
-    wrong("--train_ds: cannot resume", "windows", resume="RUN", seq_len=16),
+    wrong("--seq_len: cannot resume: ", "had --seq_len 32, this one has 16", resume="RUN", seq_len=16),
     wrong("--train_ds: cannot resume", resume="RUN", train_ds=TEXT),
-    wrong("--train_ds: cannot resume", "seed", resume="RUN", seed=7),
-    wrong("--train_ds: cannot resume", resume="FIRST", seed=7),
+    wrong("--seed: cannot resume: ", "Give --seed 42", resume="RUN", seed=7),
+    wrong("--seed: cannot resume", resume="FIRST", seed=7),
+    wrong(
+        "vocabulary of 100",
+        "That run had --model 'tiny.json', not 'vocab100.json'",
+        resume="RUN",
+        model="vocab100.json",
+    ),
 ]
 
 TOKENIZE = [

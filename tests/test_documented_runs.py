@@ -129,6 +129,7 @@ def small_training(settings: Any, script: str) -> dict[str, Any]:
     changed["train_ds"] = local_data(settings.train_ds, script)
     changed["eval_ds"] = settings.eval_ds and local_data(settings.eval_ds, script)
     changed["health"] = settings.health and 1
+    changed["n_steps"] = 6 if given.get("quantize_schedule") else 2  # each of its schemes trains
     changed["accuracy"] = min(given.get("accuracy", 0), 2)
     if script == "timm_finetune":
         changed["eval_images"] = 4 if settings.eval_ds else 0

@@ -34,6 +34,7 @@ timm = pytest.importorskip("timm")
 
 SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 FOLDER = {"type": "image_folder", "path": "images"}
+NO_HEADER, CUT_PIXELS = {**FOLDER, "path": "no_header"}, {**FOLDER, "path": "cut_pixels"}
 GOOD: dict[str, Any] = {
     "model": "vit_tiny_patch16_224",
     "model_kwargs": SHAPE,
@@ -101,7 +102,7 @@ def test_digits_from_random_weights_to_a_model_that_timm_loads(quantize, tmp_pat
     trained, measured = [r for r in records if "loss" in r], [r for r in records if "top1" in r]
     assert trained[-1]["loss"] < 0.7 * measured[0]["eval_loss"] and measured[-1]["top1"] > 0.5
     assert trained[-1]["images"] == 60 * trained[-1]["data"]["batch_size"]
-    assert trained[-1]["img_s"] > 0 and trained[-1]["mfu"] > 0 and "tok_s" not in trained[-1]
+    assert trained[-1]["img_s"] > 0 and trained[-1]["sol"] > 0 and "tok_s" not in trained[-1]
     assert "img/s" in done.out and "Images per second" in (run / "report.html").read_text()
 
     recipe = json.loads(Path(recipe).read_text())
@@ -223,6 +224,9 @@ def _write_broken_images() -> None:
     write_folder(Path("pipe"))
     Path("pipe/cat/000.png").unlink()
     os.mkfifo("pipe/cat/000.png")
+    for name, broken in (("no_header", b"GIF"), ("cut_pixels", Path("images/owl/005.png").read_bytes()[:60])):
+        shutil.copytree("images", name)
+        Path(name, "owl/005.png").write_bytes(broken)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -254,6 +258,7 @@ MISTAKES = [
         "Did you mean 'vit_tiny_patch16_224'?",
         model="vit_tinny_patch16_224",
     ),
+    wrong("timm has no model 'vit_tinny'", "Did you mean 'vit_tiny_patch16_224'?", model="vit_tinny"),
     wrong("no weights with the tag 'in1k'", "augreg", model="timm/vit_tiny_patch16_224.in1k"),
     wrong(
         "--pretrained: timm has no published weights",
@@ -282,6 +287,10 @@ MISTAKES = [
     wrong("the class 'dog' has no image files", **images(type="image_folder", path="hollow")),
     wrong("there is only one class, 'cat'", **images(type="image_folder", path="one")),
     wrong("000.png cannot be read as an image", **images(type="image_folder", path="broken"), batch_size=2),
+    wrong("--train_ds: no_header/owl/005.png cannot be read as an image", **images(**NO_HEADER), dry_run=True),
+    wrong("--eval_ds: no_header/owl/005.png cannot be read as an image", eval_ds=NO_HEADER, dry_run=True),
+    wrong("--train_ds: cut_pixels/owl/005.png cannot be read as an image", **images(**CUT_PIXELS), batch_size=24),
+    wrong("--eval_ds: cut_pixels/owl/005.png cannot be read as an image", eval_ds=CUT_PIXELS),
     wrong("--eval_ds: it has 2 classes, the training data 3", eval_ds={**FOLDER, "path": "two"}),
     wrong("--eval_ds: its class 2 is 'elk'", "'owl'", eval_ds={**FOLDER, "path": "other"}),
     wrong("--train_ds: 'x/*.parquet' matches no file", **images(type="parquet", paths="x/*.parquet")),
@@ -319,8 +328,8 @@ MISTAKES = [
     wrong("the label 9223372036854775808 of", "too large", **images(type="parquet", paths="huge.parquet")),
     wrong("000.png' is a FIFO, not a regular file", **images(type="image_folder", path="pipe")),
     wrong("there is no such user's folder", **images(type="image_folder", path="~nobody-has-this-name")),
-    wrong("--train_ds: cannot resume", "seed", resume="RUN", n_steps=9, seed=7),
-    wrong("--train_ds: cannot resume", "batch_size", resume="RUN", n_steps=9, batch_size=2),
+    wrong("--seed: cannot resume", "this one has 7", resume="RUN", n_steps=9, seed=7),
+    wrong("--batch_size: cannot resume", "Give --batch_size 4", resume="RUN", n_steps=9, batch_size=2),
     wrong("--resume", "ema", resume="RUN", ema_decay=0.9),
 ]
 

@@ -314,7 +314,8 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         table.put(row, "tok/s", Cell(result["tok_s"], text=f"{result['tok_s']:,.0f}", details={"loss": result["loss"]}))
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
-            table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
+            if result[key] is not None:  # no mfu without a datasheet
+                table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
         figures = [
             ("ms/step", "step_ms"),
             *((f"{kind} GiB", f"{kind}_gib") for kind in ("peak", "reserved", "planned")),

@@ -7,12 +7,13 @@ A folder or hub id is measured in --dtype; a checkpoint with the scheme that it 
 """
 
 import contextlib
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import JsonDict, parse
@@ -23,6 +24,7 @@ from qtrain.train.settings.listing import listing
 if TYPE_CHECKING:
     from qtrain.bench.tables import Table
     from qtrain.data.stream import Extent, StreamContext
+    from qtrain.train.eval.language import EvaluationData
     from qtrain.train.settings.settings import LanguageSettings
 
 NAME = "-m qtrain evaluate"
@@ -99,6 +101,9 @@ def evaluate(settings: EvaluateSettings) -> None:
     asked = load_evaluation(settings, ctx, data, "--data", settings.sequences, _trained_on(trained, ctx))
     if settings.tasks and tokenizer is None and measured.exported is None:
         raise tokenizer_needed("--data", "--tasks")
+    flag = "--data" if settings.data is not None else "--eval_ds of the run"
+    what = [*_losses(asked, eval_sets(data, "--data"), flag, seq_len), *_other_measures(settings)]
+    print("; ".join([f"measured: {measured.describe(device, settings.dtype)}", *what]))
     for note in asked.notes:
         print(note)
 
@@ -119,6 +124,23 @@ def evaluate(settings: EvaluateSettings) -> None:
         print(table.markdown())
     if settings.json:
         write_json([table], Path(settings.json), about_run(settings, device.type))
+
+
+def _losses(asked: "EvaluationData", specs: Mapping[str, Mapping[str, Any]], flag: str, seq_len: int) -> Iterator[str]:
+    """The data of each loss, and how much of them."""
+    from qtrain.data.eval_windows import set_flag
+
+    for name, spec in specs.items():
+        count = asked.sets[name].sequences
+        sequences = "all sequences" if count is None else f"{count:,} sequence{'s' * (count != 1)}"
+        given = json.dumps(spec, separators=(",", ":"))
+        yield f"loss on {set_flag(flag, name)} {given}: {sequences} x {seq_len:,} tokens"
+
+
+def _other_measures(settings: EvaluateSettings) -> Iterator[str]:
+    for name in ("accuracy", "tasks", "hellaswag"):
+        if value := getattr(settings, name):
+            yield f"--{name}" if value is True else f"--{name} {value}"
 
 
 def _trained_on(trained: "LanguageSettings | None", ctx: "StreamContext") -> "Sequence[Extent]":

@@ -45,10 +45,12 @@ EVALUATION_SEED = 0
 
 @dataclass(frozen=True)
 class EvalWindows:
-    """`batches`, and the number of windows in them; `reads`: what the stream of all windows reads."""
+    """`batches`, and the number of windows in them; `reads`: what the stream of all windows reads; `n_all`: how many
+    those are, where that is known before they are read."""
 
     batches: list[Batch]
     n_sequences: int
+    n_all: int | None = None
     reads: Sequence[Extent] = ()
 
 
@@ -68,7 +70,8 @@ def eval_batches(
             f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
             "smaller --seq_len."
         )
-    return EvalWindows(batches, sum(len(batch.input_ids) for batch in batches), stream.reads)
+    found = sum(len(batch.input_ids) for batch in batches)
+    return EvalWindows(batches, found, stream.samples_per_epoch, stream.reads)
 
 
 def _eval_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:

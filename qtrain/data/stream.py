@@ -243,10 +243,27 @@ def check_kind(position: Any, like: Any, flag: str) -> None:
         raise UserError(f"{flag}: cannot resume: the checkpoint's data position has {shown(position)} for a count.")
 
 
+FLAG_OF = {
+    "batch_size": "--batch_size",
+    "multiple": "--seq_len_multiple",
+    "seed": "--seed",
+    "seq_len": "--seq_len",
+    "together": "--micro_batch_size",
+}
+"""Keys of a position that are a setting of the run, not of its data, and the flag that sets them."""
+
+
 def check_position(position: Mapping[str, Any], expected: Mapping[str, Any], flag: str) -> None:
-    """Refuse a position that was taken with other values of `expected` (what determines the order of samples)."""
+    """Refuse a position that was taken with other values of `expected` (what determines the order of samples). The
+    UserError names the flag of the value, or else `flag`, that of the data."""
     for key, value in expected.items():
         if position.get(key) != value:
+            if key in position and (own := FLAG_OF.get(key)):
+                raise UserError(
+                    f"{own}: cannot resume: the checkpoint's run had {own} {shown(position[key])}, this one has "
+                    f"{shown(value)}, so its place in the data means nothing here. Give {own} {shown(position[key])}, "
+                    "or start a new run from its export."
+                )
             raise UserError(
                 f"{flag}: cannot resume: the checkpoint's data position has {key} {position.get(key)!r}, this run has "
                 f"{value!r}. Use the dataset and settings of the interrupted run."

@@ -47,7 +47,7 @@ def check_vision_model(name: str, kwargs: Mapping[str, Any], pretrained: bool) -
     short = name.removeprefix("timm/").removeprefix("hf-hub:timm/")
     base, _, tag = short.partition(".")
     if not timm.is_model(base):
-        close = nearest(base, timm.list_models())
+        close = _nearest_model(base, timm.list_models())
         hint = f" Did you mean {close!r}?" if close else ""
         raise UserError(
             f"--model: timm has no model {short!r}.{hint} It has {len(timm.list_models())}; "
@@ -63,6 +63,17 @@ def check_vision_model(name: str, kwargs: Mapping[str, Any], pretrained: bool) -
         if key in RESERVED:
             raise UserError(f"--model_kwargs: the key {key!r} is not allowed; {RESERVED[key]}.")
     return short
+
+
+def _nearest_model(given: str, names: Sequence[str]) -> str | None:
+    """The shortest of the names whose first parts are the closest to `given`, which may leave the others out:
+    vit_tiny_patch16_224 for vit_tinny, not gcvit_tiny, which as a whole is closer."""
+    count = given.count("_") + 1
+    by_start: dict[str, list[str]] = {}
+    for name in names:
+        by_start.setdefault("_".join(name.split("_")[:count]), []).append(name)
+    start = nearest(given, by_start)
+    return None if start is None else min(by_start[start], key=lambda name: (len(name), name))
 
 
 def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn.Module:

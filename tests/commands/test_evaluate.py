@@ -77,6 +77,33 @@ def test_a_checkpoint_has_the_loss_that_its_run_has_logged(script, settings):
     assert first["loss"] != exported["loss"]
 
 
+def test_the_first_line_says_what_is_measured():
+    """The weights, their step and dtype, the scheme, the data and how much of them."""
+    run = trained(eval_ds=HELD, quantize="int8", quantize_kwargs={"stochastic_rounding": True})
+    first = {}
+    for name, words in {"export": [], "checkpoint": ["--sequences=3"], "folder": ["--sequences=1"]}.items():
+        at = {"export": run, "checkpoint": run / "checkpoints/00000002", "folder": run / "hf"}[name]
+        given = ["evaluate", str(at), "--device=cpu", *words]
+        done = call(
+            main,
+            given
+            + (flags(data={"own": HELD}, hellaswag=True, hellaswag_file="asked.jsonl") if name == "folder" else []),
+        )
+        assert done.code == 0, done.err
+        first[name] = done.out.splitlines()[0]
+    data = json.dumps(HELD, separators=(",", ":"))
+    int8 = 'int8 {"stochastic_rounding":true}'
+    assert first["export"] == (
+        f"measured: export {run / 'hf'} of the run {run.name}, step 2, fp32; trained in {int8}; "
+        f"loss on --eval_ds of the run {data}: all sequences x 48 tokens"
+    )
+    assert first["checkpoint"] == (
+        f"measured: checkpoint {run / 'checkpoints/00000002'}, step 2, fp32, in {int8}; "
+        f"loss on --eval_ds of the run {data}: 3 sequences x 48 tokens"
+    )
+    assert first["folder"].endswith(f"; loss on --data.own {data}: 1 sequence x 48 tokens; --hellaswag")
+
+
 def test_results_are_also_files():
     run = trained(export=False)
     found = evaluated(str(run), "--hellaswag", hellaswag_file="asked.jsonl", data=HELD, json="out/x.json")

@@ -84,7 +84,7 @@ def test_an_opened_stream_is_read_on_from_where_it_is(datasets, num_workers):
 
 def test_a_position_of_other_data_is_refused_before_anything_runs(datasets):
     stream = open_stream(datasets["token"][0], StreamContext(9, seed=1), FLAG)
-    with pytest.raises(UserError, match=r"cannot resume: .* has seed 2"):
+    with pytest.raises(UserError, match=r"--seed: cannot resume: .* had --seed 2"):
         Loader(stream, 2, num_workers=2, position={**stream.position(), "seed": 2})
 
 

@@ -121,7 +121,7 @@ def test_another_seed_gives_another_order_and_the_same_seed_the_same(datasets, k
 def test_positions_of_another_seed_are_refused(datasets, kind, number):
     spec = datasets[kind][number]
     position = open_stream(spec, StreamContext(64, seed=1), FLAG).position()
-    with pytest.raises(UserError, match=r"^--train_ds.*: cannot resume: .* has seed"):
+    with pytest.raises(UserError, match=r"^--seed: cannot resume: .* had --seed 1, this one has 2"):
         open_stream(spec, StreamContext(64, seed=2), FLAG).seek(position)
 
 

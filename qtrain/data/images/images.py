@@ -5,9 +5,10 @@ random access, a run's position is a single number (`image_loader.py`). Opened s
 read them.
 """
 
+import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class Images(ABC):
     @abstractmethod
     def read(self, index: int) -> Image.Image:
         """The decoded image, in PIL's mode L or RGB. UserError where it is not an image."""
+
+    def check(self) -> None:
+        """UserError naming an image that cannot be read, as far as that is found without decoding all of them."""
+        self.read(0)
 
 
 class ImageSet(ABC):
@@ -82,13 +87,20 @@ def check_same_classes(train: Images, other: Images, flag: str) -> None:
 
 def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
     """The image in a file or in bytes, in mode L or RGB. name: for errors."""
+    with opened(source, name, flag) as image:
+        return load_pixels(image)
+
+
+@contextlib.contextmanager
+def opened(source: bytes | Path, name: str, flag: str) -> Iterator[Image.Image]:
+    """The image with its header read, and nothing decoded. UserError, also for what is raised inside."""
     if isinstance(source, Path):
         refuse_special(source, flag)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if image.width * image.height > MAX_PIXELS:  # from the header: nothing is decoded yet
+            if image.width * image.height > MAX_PIXELS:
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
-            return load_pixels(image)
+            yield image
     except UserError:
         raise
     except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files

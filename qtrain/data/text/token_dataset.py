@@ -101,10 +101,13 @@ class TokenStream(Stream):
         return _beyond_vocabulary(self._flag, file, int(tokens[where]), self._ctx.vocab_size)
 
     def position(self) -> dict[str, Any]:
-        return {"sample": self._taken, "windows": self._windows, "seed": self._ctx.seed}
+        ctx = self._ctx
+        return {"sample": self._taken, "windows": self._windows, "seq_len": ctx.seq_len, "seed": ctx.seed}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        check_position(position, {"windows": self._windows, "seed": self._ctx.seed}, self._flag)
+        # Positions of versions up to 0.2.0 have no seq_len; the number of windows tells most of them apart.
+        length = {"seq_len": self._ctx.seq_len} if "seq_len" in position else {}
+        check_position(position, {**length, "windows": self._windows, "seed": self._ctx.seed}, self._flag)
         self._taken = position["sample"]
 
 

@@ -4,7 +4,6 @@ llama.cpp rotates neighbouring elements of llama's heads, so rows of q and k are
 routers in fp32, and the matrices of all experts of a layer in one tensor.
 """
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from qtrain.models.config.hf_layout import TensorSlice
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.formats.gguf import ARCHITECTURES, Gguf
+from qtrain.models.hf.gguf_tokenizer import add_tokenizer
 from qtrain.models.hf.io import CARD, ExportableTokenizer, replacing
 from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes
 from qtrain.models.hf.writing import finish_export, writing_export
@@ -22,10 +22,6 @@ from qtrain.models.native.decoder import Decoder
 FILE = "model.gguf"
 NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 """What the package calls BitNet's norms, by transformers' name."""
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
-"""The regular expression that splits text -> llama.cpp's name for it."""
 
 
 def export_gguf(
@@ -48,7 +44,7 @@ def export_gguf(
         _add_settings(writer, model.config, fmt, trained_positions)
         if tokenizer is not None:
             tokenizer.save_hf(temporary)
-        if tokenizer is None or not _add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size):
+        if tokenizer is None or not add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size):
             writer.add_tokenizer_model("no_vocab")  # llama.cpp then takes ids; it loads no file that names none
         members = _members(weights)
         for name, entries in members.items():
@@ -151,49 +147,3 @@ def _add_settings(writer: Any, config: ModelConfig, fmt: Gguf, trained_positions
         writer.add_expert_count(config.moe.experts)
         writer.add_expert_used_count(config.moe.per_token)
         writer.add_expert_feed_forward_length(config.moe.width)
-
-
-def _add_tokenizer(writer: Any, folder: Path, tokenizer: ExportableTokenizer, vocab_size: int) -> bool:
-    """The vocabulary of a byte-level BPE tokenizer whose splitting llama.cpp knows; of others a printed line. Returns
-    whether it was added."""
-    import gguf
-
-    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    pre = _pre_tokenizer(model)
-    if model["model"].get("type") != "BPE" or pre is None:
-        print("note    the GGUF file has no tokenizer: it is not a BPE that llama.cpp is known to split alike")
-        return False
-    added = {token["id"]: token for token in model.get("added_tokens", ())}
-    pieces = {number: piece for piece, number in model["model"]["vocab"].items()}
-    pieces |= {number: token["content"] for number, token in added.items()}
-    size = max(vocab_size, max(pieces) + 1)  # llama.cpp wants a piece for each row of the embedding
-    kinds = gguf.TokenType
-
-    def kind(number: int) -> Any:
-        if number not in pieces:
-            return kinds.UNUSED
-        if number in added:
-            return kinds.CONTROL if added[number]["special"] else kinds.USER_DEFINED
-        return kinds.NORMAL
-
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([pieces.get(i, f"[PAD{i}]") for i in range(size)])
-    writer.add_token_types([kind(i) for i in range(size)])
-    merges = model["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    if tokenizer.bos_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_id)
-    if tokenizer.eos_id is not None:
-        writer.add_eos_token_id(tokenizer.eos_id)
-    return True
-
-
-def _pre_tokenizer(model: dict[str, Any]) -> str | None:
-    """llama.cpp's name of how a tokenizer.json splits text; None: it is not known."""
-    steps = model.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
-    if not patterns and any(step.get("type") == "ByteLevel" and step.get("use_regex", True) for step in steps):
-        return "gpt-2"
-    return PRE_TOKENIZERS.get(patterns[0]) if len(patterns) == 1 else None

@@ -30,12 +30,14 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.quant import LinearChoice
+from qtrain.quant.scheme_map import spec_text
 from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding
 from qtrain.train.assembly.exports import whose_weights
 from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard
 from qtrain.train.assembly.prepare import Prepared, prepare
+from qtrain.train.log.metrics import read_metrics
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.settings.machine import choose_dtype
 from qtrain.train.settings.settings import LanguageSettings
@@ -106,6 +108,25 @@ class MeasuredModel:
         if not source.has_weights or (source.folder and not any((source.folder / name).exists() for name in files)):
             return None
         return load_tokenizer(self.exported, self.flag)
+
+    def describe(self, device: torch.device, dtype: str) -> str:
+        """What `loaded` loads, in a line: whose weights, of which step, their dtype and scheme."""
+        scheme = "" if self.settings is None else self._scheme_text(self.settings)
+        if self.checkpoint is not None:
+            meta = read_meta(self.checkpoint)
+            return f"checkpoint {self.checkpoint}, step {meta['state']['step']:,}, {meta.get('dtype', '')}, in {scheme}"
+        kind = "bf16" if choose_dtype(dtype, device) is torch.bfloat16 else "fp32"
+        if self.settings is None:
+            return f"{self.exported}, {kind}"
+        run = Path(self.exported).parent
+        step = max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=0)
+        return f"export {self.exported} of the run {run.name}, step {step:,}, {kind}; trained in {scheme}"
+
+    @staticmethod
+    def _scheme_text(settings: LanguageSettings) -> str:
+        others = [name for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
+        text = spec_text({"scheme": settings.quantize, **(settings.quantize_kwargs or {})}).removesuffix(" {}")
+        return " and ".join([text, *(f"its --{name}" for name in others)])
 
     @contextlib.contextmanager
     def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:

@@ -30,6 +30,7 @@ from qtrain.train.eval.language import EvaluationData, load_evaluation
 from qtrain.train.log.status import epochs, short_number
 from qtrain.train.plan.checked_settings import CheckedSettings, count_steps
 from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state.run_folder import changed_settings, that_run_had
 
 PLANNED_WITHOUT = "This is planned without data."
 
@@ -153,6 +154,12 @@ def open_text(
         if settings.n_steps is None:
             raise UserError(f"{error} Without data --n_epochs is no number of steps; give --n_steps.") from None
         return TextData(checked, StreamContext(settings.seq_len), None, AbsentStream(), str(error))
+    except UserError as error:
+        if (checkpoint := checked.folder.resumed_from) is None:
+            raise
+        # Data may not fit a model that is another than that of the resumed run.
+        changed = changed_settings(checkpoint, checked.settings)
+        raise UserError(f"{error}{that_run_had(changed, ('model', 'model_kwargs'))}") from None
 
 
 def _open_text(

@@ -31,6 +31,8 @@ class EvalSet:
     """Those of an evaluation, the same ones each time."""
     all_windows: Callable[[], Iterable[Batch]]
     """Every window of the data."""
+    sequences: int | None = None
+    """Windows of an evaluation; None: all of data whose size is not known before they are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,8 @@ def load_evaluation(
         everything = partial(all_eval_batches, spec, ctx, ctx.micro_batch_size, where)
         # With all of them, one shows that there are some.
         windows = eval_batches(spec, ctx, ctx.micro_batch_size, sequences or 1, where)
-        sets[name] = EvalSet(partial(list, windows.batches) if sequences else everything, everything)
+        counted = windows.n_sequences if sequences else windows.n_all
+        sets[name] = EvalSet(partial(list, windows.batches) if sequences else everything, everything, counted)
         notes += training_data_notes(windows.reads, trained_on, where)
     if settings.hellaswag:
         source_flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"

@@ -100,13 +100,15 @@ class Plan:
         return self.phases[phase].plan if self.phases else self
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
-        """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""
+        """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown,
+        `mfu` also without a datasheet: a rate that was timed here is no peak, and may be passed."""
         if not self.flops:
             return {"sol": None, "mfu": None}
         per_device = tok_s / self.geometry.devices
         # MFU is over the dense bf16 peak whatever the scheme, as papers report it; sol is over the arithmetic in use.
         peak = self.hardware.peak("bf16") * 1e12
-        return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
+        mfu = None if self.hardware.measured else per_device * sum(self.flops.values()) / peak
+        return {"sol": per_device * sum(self.seconds.values()), "mfu": mfu}
 
     @property
     def memory_taken(self) -> int:
@@ -159,7 +161,9 @@ class Plan:
     def _peaks(self) -> str:
         peaks = self.hardware.peaks.items()
         rates = ", ".join(f"{name} {three_digits(rate)}" for name, rate in peaks if name != "bandwidth")
-        return f"{'measured' if self.hardware.measured else 'datasheet'} TFLOP/s: {rates}"
+        if self.hardware.measured:
+            return f"measured TFLOP/s: {rates} (no datasheet: sol is over these, mfu is left out)"
+        return f"datasheet TFLOP/s: {rates}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         if not self.memory:

@@ -45,7 +45,7 @@ from qtrain.train.state.run_folder import (
     make_run_folder,
     result_versions,
     save_run_config,
-    shapes,
+    that_run_had,
 )
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
@@ -279,13 +279,14 @@ class Run:
         changed = changed_settings(path, self.settings)
         if (saved := meta.get("quantize", self.settings.quantize)) != self.settings.quantize:
             changed = {"quantize": (saved, self.settings.quantize), **changed}
-        found = [f"--{name} {shown(old)}, not {shown(new)}" for name, (old, new) in changed.items() if shapes(name)]
-        return f" That run had {'; '.join(found[:3])}." if found else ""
+        return that_run_had(changed)
 
     @contextlib.contextmanager
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
         """Take the run folder for this process, write config.json and start train.log with `text`. The logger writes to
-        train.log inside. Raises UserError."""
+        train.log inside. Raises UserError. A new folder is removed again where a user's mistake ends the run before
+        its first step."""
+        first_step = self.state.step
         self.folder = from_rank_0(lambda: make_run_folder(self.folder, self.settings.run_name))
         self._text = text
         with contextlib.ExitStack() as self._locks:
@@ -301,13 +302,24 @@ class Run:
             try:
                 yield log
             except Exception as error:
-                self._log_failure(error)
+                is_new = self.state.step == first_step and not self.folder.is_resumed
+                if is_new and isinstance(error, UserError):
+                    self._remove_folder()
+                else:
+                    self._log_failure(error)
                 raise
             except SystemExit as stop:
                 if stop.code == 0:  # stopped by --max_hours: no rank takes the end of another for a fault
                     leave_world()
                 raise
         leave_world()
+
+    def _remove_folder(self) -> None:
+        """Rank 0 alone: the other ranks write their logs there."""
+        if rank() == 0:
+            log = setup_log(None, console_of(logging.getLogger("qtrain")))
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+            log.info("removed %s: no step was made", self.folder.path)
 
     def _log_failure(self, error: Exception) -> None:
         """What the script prints of an error that ends the run, for train.log and the report; of an unknown one all."""

@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,18 +136,23 @@ NOT_COMPARED = ("resume", "runs_dir", "dry_run", "max_hours", "gpus", "dp_replic
 """Settings that say where and how a run is started, not what it is."""
 
 
-_SHAPING = frozenset(
+SHAPING = frozenset(
     {"model", "model_impl", "model_kwargs", "pretrained", "lora", "freeze_embedding_layer", "dtype", "optim"}
     | {"quantize", "quantize_kwargs", "quantize_overrides", "quantize_schedule", "quantize_lm_head"}
     | {"quantize_min_size"}
     | {"ema_decay", "optim_kwargs"}
 )
+"""Settings that the names, shapes or dtypes of a run's tensors depend on."""
 
 
-def shapes(name: str) -> bool:
-    """Whether the names, shapes or dtypes of a run's tensors depend on a setting, whose name is as `changed_settings`
-    gives it."""
-    return name.partition(".")[0] in _SHAPING
+def that_run_had(changed: Mapping[str, tuple[Any, Any]], names: Collection[str] = SHAPING) -> str:
+    """The first three `changed_settings` that are among `names`, in a sentence to end a message; "" without any."""
+    found = [
+        f"--{name} {shown(old)}, not {shown(new)}"
+        for name, (old, new) in changed.items()
+        if name.partition(".")[0] in names
+    ]
+    return f" That run had {'; '.join(found[:3])}." if found else ""
 
 
 def result_versions() -> dict[str, str]:

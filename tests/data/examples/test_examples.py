@@ -84,6 +84,18 @@ def test_padded_samples_share_lengths_in_groups(questions):
     assert lengths != sorted(lengths)
 
 
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [({"seq_len_multiple": 50}, "seq_len_multiple"), ({"micro_batch_size": 2}, "micro_batch_size")],
+)
+def test_a_position_of_other_settings_names_the_flag(questions, changed, flag):
+    settings = {"seq_len_multiple": 25, "micro_batch_size": 4}
+    position = open_stream(spec(questions), StreamContext(150, **settings), FLAG).position()
+    old, new = settings[flag], changed[flag]
+    with pytest.raises(UserError, match=f"^--{flag}: cannot resume: .* had --{flag} {old}, this one has {new}"):
+        open_stream(spec(questions), StreamContext(150, **{**settings, **changed}), FLAG).seek(position)
+
+
 def test_examples_longer_than_a_sample_are_dropped_or_cut_and_counted(questions):
     rows = [json.loads(line) for line in questions.read_text().splitlines()]
     lengths = [len(f"Question: {r['question']}\nAnswer: {r['answer']}") + 1 for r in rows]

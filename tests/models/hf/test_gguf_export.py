@@ -1,5 +1,6 @@
 """GGUF files hold the codes that training multiplied with; transformers reads the weights that they stand for."""
 
+import itertools
 import json
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
+from qtrain.data.tokenizers.sentencepiece_model import train_tokenizer
+from qtrain.data.tokenizers.tokenizer import FastTokenizer, load_tokenizer
 from qtrain.models.config.hf_layout import layout
 from qtrain.models.hf.exports import left_by_training
 from qtrain.models.hf.formats.format import EXPORT_FORMATS
 from qtrain.models.hf.gguf_export import export_gguf
 from qtrain.quant import LowBitLinear
+from tests.data.corpora import functions
 from tests.models.hf.test_quantized_export import IDS, source_of, trained, training_codes
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -141,3 +145,60 @@ def test_a_bpe_tokenizer_is_in_the_file_if_llama_cpp_splits_alike(tmp_path, caps
     assert "has no tokenizer" in capsys.readouterr().out
     fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
     assert "tokenizer.ggml.tokens" not in fields and fields["tokenizer.ggml.model"].contents() == "no_vocab"
+
+
+TEXTS = (
+    "def f(x: int = 0) -> str:\n    return '\u00fcn\u00efc\u00f6d\u00e9' * 13",
+    "",
+    "  two  spaces \n\n",
+    "x",
+    "\u4f60\u597d the the",
+)
+
+
+def llama_cpp_ids(fields, text: str) -> list[int]:
+    """llama.cpp's llm_tokenizer_spm: join the adjacent pair with the best score, the leftmost of equal ones, until no
+    pair is a piece; characters that are no piece become their bytes."""
+    pieces, scores, kinds = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "scores", "token_type"))
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    assert all((kind == gguf.TokenType.BYTE) == (piece[:3] == "<0x") for piece, kind in zip(pieces, kinds, strict=True))
+    prefix = " " if fields["tokenizer.ggml.add_space_prefix"].contents() and text else ""
+    symbols = list((prefix + text).replace(" ", "\u2581"))
+    while True:
+        pairs = [(scores[ids[a + b]], -at) for at, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in ids]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+    found = [[ids[s]] if s in ids else [ids[f"<0x{byte:02X}>"] for byte in s.encode()] for s in symbols]
+    return [number for part in found for number in part]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_trained_sentencepiece_tokenizer_is_in_the_file(tmp_path, prefix):
+    """One that --train_tokenizer made, and one that puts a space before a text, as Llama 2's does."""
+    (tmp_path / "x.model").write_bytes(train_tokenizer([*functions(), *TEXTS], 400, "--train_tokenizer"))
+    tokenizer = load_tokenizer(str(tmp_path / "x.model"), "--tokenizer")
+    if prefix:
+        saved = json.loads(tokenizer._json)
+        steps = [{"type": "Prepend", "prepend": "\u2581"}, saved["normalizer"]["normalizers"][-1]]
+        saved["normalizer"]["normalizers"] = steps
+        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        start = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+        saved["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": single,
+            "special_tokens": start,
+        }
+        tokenizer = FastTokenizer("llama", json.dumps(saved), tokenizer._config)
+    model, _ = trained(source_of("llama", vocab_size=410), "bf16")
+    export_gguf(model, tmp_path / "x", made("gguf_f16"), tokenizer)
+    fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
+    told = {key: fields[f"tokenizer.ggml.{key}"].contents() for key in ("model", "bos_token_id", "eos_token_id")}
+    assert told == {"model": "llama", "bos_token_id": 1, "eos_token_id": 2}
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is prefix
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert kinds[:3] == [2, 3, 3] and kinds[400:] == [5] * 10  # unknown, control; rows of the embedding without a piece
+    for text in [*TEXTS, *functions()[:5]]:
+        assert llama_cpp_ids(fields, text) == tokenizer.encode(text), text

@@ -100,6 +100,9 @@ def test_the_shortest_time_is_the_ceiling_by_datasheet(name, ceiling):
     at_ceiling = found.efficiency(1 / sum(found.seconds.values()))
     assert at_ceiling["sol"] == pytest.approx(1) and at_ceiling["mfu"] > 1  # more than bf16 alone could do
     assert found.efficiency(1000.0)["mfu"] == pytest.approx(1000 * sum(found.flops.values()) / 989.4e12)
+    timed = dataclasses.replace(found, hardware=dataclasses.replace(found.hardware, measured=True))
+    assert timed.efficiency(1000.0) == {"sol": found.efficiency(1000.0)["sol"], "mfu": None}
+    assert "mfu is left out" in "\n".join(timed.lines()) and "mfu" not in "\n".join(found.lines())
 
 
 def test_each_kind_of_work_runs_at_the_rate_of_its_arithmetic():

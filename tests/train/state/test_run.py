@@ -119,6 +119,25 @@ def test_a_run_that_another_process_trains_is_not_resumed():
     assert find_run_folder(settings(resume=path), "script") == found
 
 
+@pytest.mark.parametrize(("steps", "error"), [(0, UserError), (1, UserError), (0, ValueError)])
+def test_a_mistake_before_the_first_step_leaves_no_folder(steps, error):
+    """Another error leaves its traceback there."""
+    run = new_run(find_run_folder(settings(), "script"))
+    with pytest.raises(error), run.opened_folder():
+        train(run, steps)
+        raise error("a broken file")
+    assert run.folder.path.exists() is (steps > 0 or error is ValueError)
+
+
+def test_a_mistake_leaves_the_folder_of_a_resumed_run():
+    saved = trained_run()
+    resumed = new_run(find_run_folder(settings(resume=str(saved.folder.path)), "script"))
+    resumed.restore()
+    with pytest.raises(UserError), resumed.opened_folder():
+        raise UserError("a broken file")
+    assert "a broken file" in (saved.folder.path / "train.log").read_text()
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 101, "字" * 34, "ü" * 3, "a\n"])
 def test_names_that_make_no_folder_are_refused(name):
     if name in ("..", "ü" * 3):  # harmless behind the time
