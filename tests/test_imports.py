@@ -50,6 +50,7 @@ INNER = {
     "parallel.sharding": {"parallel", "parallel.layers"},
     "models.config": set(),
     "models.native": {"models.config"},
+    "models.generation": {"models.config", "models.native"},
     "models.hf": {"models.config", "models.native"},
     "models.adapters": {"models.config", "models.native", "models.hf"},
     "models.cost": {"models.config", "models.native", "models.adapters"},
