@@ -9,6 +9,7 @@ from qtrain.models.cost.vision import VisionCost, vision_cost
 from qtrain.models.execution import apply_recompute, compile_layers
 from qtrain.models.generation.engine import Decoding, Generation, continuations
 from qtrain.models.generation.sampling import GREEDY, Sampling
+from qtrain.models.generation.streaming import Piece, stream_texts
 from qtrain.models.generation.text import TextStream
 from qtrain.models.hf.exports import check_export_folder, check_exports, export_as, left_by_training, read_formats
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
@@ -47,6 +48,7 @@ __all__ = [
     "LossSums",
     "ModelConfig",
     "ModelSource",
+    "Piece",
     "ResidualOffload",
     "Sampling",
     "TextStream",
@@ -82,5 +84,6 @@ __all__ = [
     "recompute_blocks",
     "repeated_blocks",
     "save_adapter",
+    "stream_texts",
     "vision_cost",
 ]

@@ -81,8 +81,7 @@ class Generation:
         self.prompt_seconds = 0.0
         """Until the first tokens were there."""
         self.decode_seconds = 0.0
-        self.logprobs: list[list[float]] = []
-        """Of each row's `ids`; empty lists unless they are asked for."""
+        self._logprobs: Tensor | None = None
 
     def __iter__(self) -> Iterator[list[list[int]]]:
         """The new ids of every row, from check to check; none of rows that have ended."""
@@ -92,6 +91,7 @@ class Generation:
         self._model.eval()
         reader = reader_of(self._model, len(self.rows), self._places)
         sampler = _Sampler(reader.token, self._prompts, self._decoding, self._numbers)
+        self._logprobs = sampler.logprobs
         try:
             self._begin(reader, sampler)
             new, done = self._read(sampler, 0, 1), 1
@@ -109,12 +109,17 @@ class Generation:
         finally:
             reader.close()
             self._model.train(was_training)
-            self.logprobs = sampler.logprobs_of(self.rows)
 
     def stop(self, row: int, length: int) -> None:
         """End a row, whose text has a stop string within its first `length` tokens."""
         self.rows[row].ids = self.rows[row].ids[:length]
         self.rows[row].finish = "stop"
+
+    def logprobs(self, row: int) -> list[float] | None:
+        """The log-probabilities of a row's `ids`; None unless they are asked for."""
+        if self._logprobs is None or not self._decoding.logprobs:
+            return None
+        return self._logprobs[row, : len(self.rows[row].ids)].tolist()
 
     @torch.no_grad()
     def _begin(self, reader: Reader, sampler: "_Sampler") -> None:
@@ -165,7 +170,7 @@ class _Sampler:
         self._draws = draws(decoding.sampling.seed, torch.tensor(list(numbers), device=device), steps)
         self._index = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.written = torch.zeros(batch, steps, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(batch, steps if decoding.logprobs else 0, device=device)
+        self.logprobs = torch.zeros(batch, steps if decoding.logprobs else 0, device=device)
         self._seen: Tensor | None = None
 
     def take(self, logits: Tensor) -> None:
@@ -179,7 +184,7 @@ class _Sampler:
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
         if self._decoding.logprobs:
-            self._logprobs.scatter_(1, self._index, own.log_softmax(dim=-1).gather(1, token))
+            self.logprobs.scatter_(1, self._index, own.log_softmax(dim=-1).gather(1, token))
         self.written.scatter_(1, self._index, token)
         self._index += 1
         self._token.copy_(token.squeeze(1))
@@ -190,9 +195,6 @@ class _Sampler:
         for row, prompt in zip(seen, self._prompts, strict=True):
             row[[token for token in set(prompt) if token < len(row)]] = True
         return seen.to(logits.device)
-
-    def logprobs_of(self, rows: Sequence[Row]) -> list[list[float]]:
-        return [found[: len(row.ids)] for found, row in zip(self._logprobs.tolist(), rows, strict=True)]
 
 
 def continuations(model: nn.Module, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[int]]:

@@ -97,7 +97,8 @@ def test_steps_between_checks_change_nothing(monkeypatch):
 def test_log_probabilities_are_those_of_the_model():
     generation = Generation(MODEL, PROMPTS, Decoding(6, SAMPLED, logprobs=True))
     list(generation)
-    for prompt, row, found in zip(PROMPTS, generation.rows, generation.logprobs, strict=True):
+    for number, (prompt, row) in enumerate(zip(PROMPTS, generation.rows, strict=True)):
+        found = generation.logprobs(number)
         with torch.no_grad():
             logprobs = MODEL(torch.tensor([prompt + row.ids])).log_softmax(dim=-1)[0, len(prompt) - 1 : -1]
         expected = logprobs.gather(1, torch.tensor(row.ids)[:, None])[:, 0]
