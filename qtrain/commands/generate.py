@@ -169,7 +169,7 @@ def _given(settings: GenerateSettings) -> "list[Given]":
     for name in ("json", "samples", "batch_size"):
         if settings.chat and getattr(settings, name) != getattr(GenerateSettings, name):
             raise UserError(f"--{name}: --chat has one text at a time, on the screen; leave one of the two out.")
-    if settings.chat and not sys.stdin.isatty():
+    if settings.chat and not _is_terminal():
         raise UserError("--chat: stdin is no terminal; give --prompts FILE with conversations instead.")
     if settings.json is not None:
         check_output(user_path(settings.json, "--json"))
@@ -180,6 +180,10 @@ def _given(settings: GenerateSettings) -> "list[Given]":
     if settings.system is not None and not settings.chat and all(isinstance(one.content, str) for one in given):
         raise UserError('--system: no conversation has it; give --chat, or --prompts FILE.jsonl with "messages".')
     return given
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _names(given: "Sequence[Given]", samples: int) -> list[str]:

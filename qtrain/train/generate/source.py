@@ -149,8 +149,8 @@ def _trained_scheme(measured: MeasuredModel) -> str:
 
 
 def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.device) -> list[str]:
-    """A line on what --quantize does to an exported model. UserError where that is nothing, or not as the model was
-    trained."""
+    """A line on what --quantize does to an exported model, none for bf16. UserError where it does nothing, or changes
+    what the model computes."""
     scheme = quantization.scheme
     empty, _ = measured.outline(device, native=False)
     if scheme.root.sub_norm and not getattr(getattr(empty, "config", None), "sub_norm", False):
@@ -162,7 +162,8 @@ def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.
     linears = choose_linears(empty, scheme, device=device, head=head, quantize_head=quantization.head)
     check_overrides(linears, scheme)
     refuse_no_swap(linears, scheme, quantization.name)
-    swapped = sum(linear.scheme is not None for linear in linears)
+    if not (swapped := sum(linear.scheme is not None for linear in linears)):
+        return []
     described = spec_text(spec_of(scheme.root if isinstance(scheme.root, LowBitScheme) else None))
     return [f"scheme    {described} in {swapped:,} of {len(linears):,} linears, codes alone are kept"]
 

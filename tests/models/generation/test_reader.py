@@ -10,13 +10,11 @@ from qtrain.models.generation.cache import rows_at_once
 from qtrain.models.generation.reader import CachedReader
 from tests.models.families import FAMILIES, MIXTURES, batch, drawn, source_of
 
-PROMPTS = ([7, 3, 12], [5])
-"""Lengths of the prompts of a batch."""
-STEPS = 8
+STEPS = 6
 
 
 @torch.no_grad()
-def cached_logits(model, ids: Tensor, lengths: list[int]) -> Tensor:
+def cached_logits(model, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """[steps, B, V], where the newest tokens are those of `ids`."""
     reader = CachedReader(model, len(lengths), ids.shape[1], ids.device)
     start = torch.tensor(lengths)
@@ -33,9 +31,13 @@ def cached_logits(model, ids: Tensor, lengths: list[int]) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("lengths", PROMPTS, ids=len)
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+CASES = [(family, (7, 3, 12)) for family in (*FAMILIES, *MIXTURES)]
+CASES += [(family, (5,)) for family in ("llama3", "mistral-window", "qwen3_moe", "deepseek_v2")]
+
+
+@pytest.mark.parametrize(("family", "lengths"), CASES, ids=str)
 def test_logits_are_those_of_the_whole_text(family, lengths):
+    """With the lengths of the prompts of a batch, or of one alone."""
     model = drawn(source_of(family), seed=3).eval()
     ids, _ = batch(rows=len(lengths))
     with torch.no_grad():
