@@ -119,32 +119,35 @@ def generate(settings: GenerateSettings) -> None:
     renderer = None
     if settings.chat or any(not isinstance(one.content, str) for one in given):
         renderer = chat_renderer(tokenizer, settings.model, "--chat" if settings.chat else "--prompts")
-    eos_ids, stops = found.ends(renderer)
-    decoding = Decoding(
-        settings.max_new_tokens,
-        Sampling(
+    found.ends(renderer)
+    for note in found.notes:
+        print(note, file=sys.stderr, flush=True)
+
+    # ---- text --------------------------------------------------------------------------------------------------------
+    totals = Totals()
+    with found.loaded(device, settings.dtype) as model:
+        eos_ids, stops = found.ends(renderer)  # again: the hub's generation settings come with the weights
+        sampling = Sampling(
             settings.temperature,
             settings.top_k,
             settings.top_p,
             settings.min_p,
             settings.repetition_penalty,
             settings.seed,
-        ),
-        eos_ids=eos_ids,
-        vocab_size=min(tokenizer.vocab_size, found.vocab_size or tokenizer.vocab_size),
-        context=positions,
-        logprobs=settings.logprobs,
-    )
-    for note in found.notes:
-        print(note, file=sys.stderr, flush=True)
-
-    # ---- text --------------------------------------------------------------------------------------------------------
-    totals, stops = Totals(), (*stops, *settings.stop)
-    with found.loaded(device, settings.dtype) as model:
+        )
+        decoding = Decoding(
+            settings.max_new_tokens,
+            sampling,
+            eos_ids=eos_ids,
+            vocab_size=min(tokenizer.vocab_size, found.vocab_size or tokenizer.vocab_size),
+            context=positions,
+            logprobs=settings.logprobs,
+        )
+        stops = (*stops, *settings.stop)
         if not isinstance(model, Decoder):
             print("cache     none for models of transformers: every token reads the whole text again", file=sys.stderr)
-        if renderer is not None and settings.chat:
-            Chat(model, renderer, reader, decoding, stops, settings.system).run(totals)
+        if settings.chat:
+            Chat(model, reader, decoding, stops).run(totals)
         else:
             writer = Writer(model, tokenizer, decoding, stops, settings.samples, settings.batch_size)
             records = None if settings.json is None else user_path(settings.json, "--json")

@@ -148,10 +148,8 @@ class ChatRenderer(Renderer):
     def end_of_turn(self) -> str:
         """What the template closes an answer with, such as <|im_end|>, without space around it."""
         marker = "An answer."
-        segments = self.segments(
-            {self._column: [{"role": "user", "content": "A question."}, {"role": "assistant", "content": marker}]}
-        )
-        return "".join(segment.text for segment in segments).rpartition(marker)[2].strip()
+        turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": marker}]
+        return self._render(turns, False).rpartition(marker)[2].strip()
 
     def needs_end_token(self, segments: Sequence[Segment]) -> bool:
         """A template may render the end token itself."""

@@ -90,7 +90,8 @@ class Generation:
         was_training, started = self._model.training, time.perf_counter()
         self._model.eval()
         reader = reader_of(self._model, len(self.rows), self._places)
-        sampler = _Sampler(reader.token, self._prompts, self._decoding, self._numbers)
+        draw = draws(self._decoding.sampling.seed, torch.tensor(list(self._numbers), device=reader.token.device), steps)
+        sampler = _Sampler(reader.token, draw, self._prompts, self._decoding)
         self._logprobs = sampler.logprobs
         try:
             self._begin(reader, sampler)
@@ -162,15 +163,14 @@ def runs_ahead(device: torch.device) -> bool:
 
 
 class _Sampler:
-    """Samples into memory that stays where it is: `token` int64 [B], which the reader reads, and `written`."""
+    """Samples into memory that stays where it is: `token` int64 [B], which the reader reads, and `written`. draw: the
+    random numbers of each row's steps, int64 [B, steps]."""
 
-    def __init__(self, token: Tensor, prompts: Sequence[Sequence[int]], decoding: Decoding, numbers: Sequence[int]):
-        batch, steps, device = len(prompts), decoding.max_new_tokens, token.device
-        self._token, self._prompts, self._decoding = token, prompts, decoding
-        self._draws = draws(decoding.sampling.seed, torch.tensor(list(numbers), device=device), steps)
-        self._index = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.written = torch.zeros(batch, steps, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(batch, steps if decoding.logprobs else 0, device=device)
+    def __init__(self, token: Tensor, draw: Tensor, prompts: Sequence[Sequence[int]], decoding: Decoding):
+        self._token, self._draws, self._prompts, self._decoding = token, draw, prompts, decoding
+        self._index = torch.zeros_like(token).unsqueeze(1)
+        self.written = torch.zeros_like(draw)
+        self.logprobs = torch.zeros(draw.shape if decoding.logprobs else (len(draw), 0), device=token.device)
         self._seen: Tensor | None = None
 
     def take(self, logits: Tensor) -> None:

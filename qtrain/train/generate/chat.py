@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from qtrain.core.checks import is_unicode
 from qtrain.core.errors import UserError
-from qtrain.data.examples.chat_dataset import ChatRenderer
 from qtrain.models import Decoding, Generation, TextStream
 from qtrain.train.generate.prompts import Given, Messages, PromptReader
 from qtrain.train.generate.writing import Totals, closing_pieces
@@ -21,21 +21,19 @@ HELP = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 @dataclass
 class Chat:
-    """renderer: of the conversation; reader: makes tokens of it; stops: strings that end an answer."""
+    """reader: makes tokens of the conversation; stops: strings that end an answer."""
 
     model: nn.Module
-    renderer: ChatRenderer
     reader: PromptReader
     decoding: Decoding
     stops: Sequence[str]
-    system: str | None
 
     def run(self, totals: Totals) -> None:
         """Until the user ends it."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # `input` then edits lines and remembers them
         print(HELP, file=sys.stderr, flush=True)
-        messages = self._beginning()
+        messages: Messages = []
         while True:
             try:
                 line = input("> ").strip()
@@ -45,18 +43,20 @@ class Chat:
             except EOFError:
                 print()
                 return
+            except UnicodeDecodeError:
+                line = "\udcff"
+            if not is_unicode(line):
+                print("this is not UTF-8 text", file=sys.stderr, flush=True)
+                continue
             if line == "/quit":
                 return
             if line == "/reset":
-                messages = self._beginning()
+                messages = []
                 print("a new conversation", file=sys.stderr, flush=True)
             elif line.startswith("/"):
                 print(f"{line}: unknown; {HELP}", file=sys.stderr, flush=True)
             elif line:
                 messages = self._answered([*messages, {"role": "user", "content": line}], messages, totals)
-
-    def _beginning(self) -> Messages:
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _answered(self, asked: Messages, before: Messages, totals: Totals) -> Messages:
         """The conversation with an answer; `before` where it does not fit the model any more."""

@@ -63,6 +63,7 @@ class Writer:
         """Write all continuations to `output`."""
         rows = [(number, sample) for number in range(len(prompts)) for sample in range(self.samples)]
         places = max(len(prompt.ids) for prompt in prompts) + self.decoding.max_new_tokens
+        places = min(places, self.decoding.context or places)
         together = self.batch_size or rows_at_once(self.model, places)
         totals.prompts += len(prompts)
         for start in range(0, len(rows), together):

@@ -14,6 +14,7 @@ from qtrain.models import (
     export_hf,
     read_model_source,
 )
+from qtrain.models.generation.sampling import penalized
 from tests.models.families import batch, drawn, source_of
 
 MODEL = drawn(source_of("llama2"))
@@ -68,7 +69,9 @@ def test_rows_end_at_any_end_token_and_only_ids_of_the_tokenizer_are_sampled():
     assert max(max(ids) for ids in written(PROMPTS, vocab_size=10, sampling=Sampling(2.0))) < 10
 
 
-def test_a_row_ends_at_the_last_position_whatever_the_others_do():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_ends_at_the_last_position_whatever_the_others_do(ahead, monkeypatch):
+    monkeypatch.setattr("qtrain.models.generation.engine.runs_ahead", lambda device: ahead)
     generation = Generation(MODEL, PROMPTS, Decoding(12, context=10))
     list(generation)
     assert [len(row.ids) for row in generation.rows] == [6, 10, 2, 8]
@@ -92,6 +95,17 @@ def test_steps_between_checks_change_nothing(monkeypatch):
     monkeypatch.setattr("qtrain.models.generation.engine.runs_ahead", lambda device: True)
     assert written(PROMPTS, eos_ids=ends) == every
     assert sizes == [8, 3]
+
+
+def test_tokens_of_the_text_so_far_are_penalized():
+    rule = Sampling(0.0, repetition_penalty=1.5)
+    for prompt, ids in zip(PROMPTS, written(PROMPTS, sampling=rule), strict=True):
+        for at, token in enumerate(ids):
+            text = prompt + ids[:at]
+            with torch.no_grad():
+                logits = MODEL(torch.tensor([text]))[:, -1]
+            seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, torch.tensor([text]), True)
+            assert penalized(logits, seen, 1.5).argmax() == token
 
 
 def test_log_probabilities_are_those_of_the_model():
