@@ -14,7 +14,7 @@ from qtrain.data.examples.chat_dataset import ChatRenderer
 from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.stream import DATASETS, dataset_tokenizer, with_chat_template
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.models import generation_config
+from qtrain.models import as_lora, generation_config
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme, choose_linears
 from qtrain.quant.scheme_map import spec_of, spec_text, with_overrides
 from qtrain.train.assembly.measured import MeasuredModel
@@ -145,7 +145,9 @@ def _trained_scheme(measured: MeasuredModel) -> str:
         return "that of --quantize_schedule"
     options = dict(measured.settings.quantize_kwargs or {})
     name = measured.settings.quantize
-    return spec_text({"scheme": name, **options} if options else name)
+    scheme = spec_text({"scheme": name, **options} if options else name)
+    base = as_lora(measured.trained["lora"]).base if measured.trained.get("lora") is not None else "none"
+    return scheme if base in ("none", "dense") else f"{scheme} with adapters on {base}"
 
 
 def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.device) -> list[str]:
