@@ -113,6 +113,8 @@ def generate(settings: GenerateSettings) -> None:
         own = settings.quantize_kwargs, settings.quantize_overrides, settings.quantize_lm_head
         quantization = Quantization(settings.quantize, *own)
     found = TextModel.find(settings.model, quantization, device)
+    if settings.dtype != "auto" and found.measured.exported is None:
+        raise UserError(f"--dtype: {found.measured.checkpoint} is in the dtype of its training; leave it out.")
     tokenizer, positions = found.tokenizer, found.positions
     reader = PromptReader(tokenizer, settings.model, found.begin_ids, found.vocab_size, positions, settings.system)
     prompts = [reader.read(one) for one in given]
@@ -157,8 +159,6 @@ def generate(settings: GenerateSettings) -> None:
 
 def _given(settings: GenerateSettings) -> "list[Given]":
     """The prompts, none with --chat. UserError for flags that do not go together, and files that cannot be read."""
-    from qtrain.train.generate.prompts import Given, check_output, read_prompts
-
     named = [f"--{name}" for name in ("prompt", "prompts", "chat") if getattr(settings, name)]
     if not named:
         raise UserError('--prompt: nothing to continue is given; give --prompt "TEXT", --prompts FILE or --chat.')
@@ -174,6 +174,8 @@ def _given(settings: GenerateSettings) -> "list[Given]":
             raise UserError(f"--{name}: --chat has one text at a time, on the screen; leave one of the two out.")
     if settings.chat and not _is_terminal():
         raise UserError("--chat: stdin is no terminal; give --prompts FILE with conversations instead.")
+    from qtrain.train.generate.prompts import Given, check_output, read_prompts
+
     if settings.json is not None:
         check_output(user_path(settings.json, "--json"))
     if settings.prompts is not None:

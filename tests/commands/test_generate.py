@@ -72,15 +72,18 @@ def recording(read: list):
     return begin
 
 
-def test_a_run_generates_in_its_scheme_and_its_export_in_the_same_codes(runs_folder):
-    settings = {"prompt": ["One", "Another prompt"], "temperature": 0.7}
-    trained = generated("pre", **settings)
-    assert "model     pre/checkpoints/00000002\nscheme    int8, that of its training\n" in trained.err
-    exported = generated("pre", quantize="int8", **settings)
-    assert "model     pre/hf\nscheme    int8 in 8 of 9 linears, codes alone are kept\n" in exported.err
-    assert exported.out == trained.out
-    dense = generated("pre/hf", **settings)
-    assert "scheme" not in dense.err and dense.out != trained.out
+def test_a_run_generates_in_its_scheme_and_its_export_in_the_same_codes(runs_folder, tmp_path):
+    settings = {"prompt": ["One", "Another prompt"], "logprobs": True, "seed": 3}
+
+    def logprobs(model: str, says: str, **changes) -> list:
+        done = generated(model, **settings, **changes, json=tmp_path / "x.jsonl")
+        assert done.err.startswith(says), done.err
+        return [record["logprobs"] for record in records(tmp_path / "x.jsonl")]
+
+    trained = logprobs("pre", "model     pre/checkpoints/00000002\nscheme    int8, that of its training\n")
+    says = "model     pre/hf\nscheme    int8 in 8 of 9 linears, codes alone are kept\n"
+    assert logprobs("pre", says, quantize="int8") == trained
+    assert logprobs("pre/hf", "model     pre/hf\n----") != trained
 
 
 def test_other_schemes_by_name_and_of_the_head(runs_folder, tmp_path):
@@ -107,12 +110,11 @@ def test_models_of_transformers_generate_without_a_cache(runs_folder, tmp_path):
 
 
 def test_a_stop_string_ends_a_text_before_it(runs_folder, tmp_path):
-    generated("chat/hf", prompt="x", max_new_tokens=40, temperature=0, json=tmp_path / "free.jsonl")
+    settings = {"prompt": "x", "max_new_tokens": 200, "seed": 1}
+    generated("chat/hf", **settings, json=tmp_path / "free.jsonl")
     (free,) = records(tmp_path / "free.jsonl")
-    at = next(i for i in range(4, 30) if free["text"].isascii() or free["text"][i : i + 2].isprintable())
-    stop = free["text"][at : at + 2]
-    settings = {"prompt": "x", "max_new_tokens": 40, "temperature": 0, "stop": [stop, "never"]}
-    done = generated("chat/hf", **settings, json=tmp_path / "stopped.jsonl")
+    stop = next(character for character in free["text"][3:] if character.isascii() and character.isalnum())
+    done = generated("chat/hf", **settings, stop=[stop, "never"], json=tmp_path / "stopped.jsonl")
     (stopped,) = records(tmp_path / "stopped.jsonl")
     assert stopped["finish"] == "stop" and stopped["text"] == free["text"].partition(stop)[0]
     assert done.out == stopped["text"] + "\n"

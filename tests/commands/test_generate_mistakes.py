@@ -47,7 +47,7 @@ MISTAKES = [
     (["chat"], {**P, "system": "Be brief."}, "--system: no conversation has it; give --chat, or --prompts FILE.jsonl"),
     (["pre"], {**P, "quantize": "int9"}, "--quantize: unknown scheme 'int9'. Did you mean 'int8'?"),
     (["pre"], {**P, "quantize": "auto"}, "--quantize: 'auto' times schemes as they train; name the scheme"),
-    (["pre"], {**P, "quantize": "bitnet"}, "--quantize: 'bitnet' adds norms, with which this model was not trained"),
+    (["pre"], {**P, "quantize": "bitnet"}, "--quantize: 'bitnet' rounds latent weights, which checkpoints alone have"),
     (
         ["pre"],
         {**P, "quantize": "qat", "quantize_kwargs": {"weight": "int4_g128"}},
@@ -86,6 +86,11 @@ MISTAKES = [
     (["pre"], {**P, "repetition_penalty": 0}, "--repetition_penalty: 0.0 is out of range"),
     (["pre"], {**P, "max_new_tokens": 0}, "--max_new_tokens: 0 is out of range"),
     (["pre"], {**P, "stop": [""]}, "--stop: the value is empty"),
+    (
+        ["pre"],
+        {**P, "dtype": "fp32"},
+        "--dtype: pre/checkpoints/00000002 is in the dtype of its training; leave it out",
+    ),
     (["pre"], {**P, "device": "tpu"}, "--device: 'tpu' is not allowed"),
 ]
 

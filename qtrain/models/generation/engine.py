@@ -136,8 +136,13 @@ class Generation:
     def _advance(self, reader: Reader, sampler: "_Sampler", steps: int) -> None:
         with torch.compiler.set_stance("force_eager"):
             for _ in range(steps):
-                reader.at.add_(1).clamp_(max=reader.places - 1)  # rows that have ended stay within the cache
-                sampler.take(reader.step())
+                self._step(reader, sampler)
+
+    def _step(self, reader: Reader, sampler: "_Sampler") -> None:
+        """Read every row's newest token and sample the next: with a cache, all of it in memory that stays where it is,
+        without a look at any value."""
+        reader.at.add_(1).clamp_(max=reader.places - 1)  # rows that have ended stay within the cache
+        sampler.take(reader.step())
 
     def _read(self, sampler: "_Sampler", start: int, end: int) -> list[list[int]]:
         """What was sampled in these steps: synchronizes with the device."""

@@ -44,6 +44,11 @@ class Quantization:
                 "--quantize_kwargs.scaling: delayed scales are of earlier training steps, which an exported model does "
                 'not have; give "dynamic", or generate from a checkpoint.'
             )
+        if any(isinstance(part, LowBitScheme) and part.packed_weight is not None for part in scheme.parts()):
+            raise UserError(
+                f"--quantize: {self.name!r} rounds latent weights, which checkpoints alone have; give one of its run, "
+                "without --quantize, or another scheme."
+            )
         return scheme
 
 
@@ -151,15 +156,9 @@ def _trained_scheme(measured: MeasuredModel) -> str:
 
 
 def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.device) -> list[str]:
-    """A line on what --quantize does to an exported model, none for bf16. UserError where it does nothing, or changes
-    what the model computes."""
+    """A line on what --quantize does to an exported model, none for bf16. UserError where it quantizes no linear."""
     scheme = quantization.scheme
     empty, _ = measured.outline(device, native=False)
-    if scheme.root.sub_norm and not getattr(getattr(empty, "config", None), "sub_norm", False):
-        raise UserError(
-            f"--quantize: {quantization.name!r} adds norms, with which this model was not trained; give "
-            "--quantize_kwargs '{\"sub_norm\":false}'."
-        )
     head: Any = empty.lm_head
     linears = choose_linears(empty, scheme, device=device, head=head, quantize_head=quantization.head)
     check_overrides(linears, scheme)
