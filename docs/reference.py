@@ -25,6 +25,7 @@ COMMANDS = {
     "benchmark_mm.py": ("qtrain.bench.arguments", "BenchmarkSettings"),
     "python -m qtrain evaluate": ("qtrain.commands.evaluate", "EvaluateSettings"),
     "python -m qtrain export": ("qtrain.commands.export", "ExportSettings"),
+    "python -m qtrain generate": ("qtrain.commands.generate", "GenerateSettings"),
     "python -m qtrain report": ("qtrain.commands.report", "ReportSettings"),
 }
 """Command -> module and class of its settings."""

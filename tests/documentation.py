@@ -145,9 +145,10 @@ def parse_command(module: str, argv: list[str], monkeypatch: pytest.MonkeyPatch)
 
 def check_objects(settings: Any) -> None:
     """JSON objects, which the parser does not look into. UserError for a key or a value that is none."""
-    if hasattr(settings, "quantize_overrides"):
+    if hasattr(settings, "quantize_overrides") and settings.quantize is not None:
         scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
         with_overrides(settings.quantize_overrides, scheme)
+    if hasattr(settings, "lr_schedule_kwargs"):
         OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
         make_schedule(settings.lr_schedule_kwargs)
     kinds = IMAGE_SETS if hasattr(settings, "augment") else DATASETS

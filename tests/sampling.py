@@ -293,5 +293,7 @@ CASES: dict[str, int] = {
     "tests/train/health/test_faults.py::test_a_fallback_is_taken_back_by_overrides": 0,
     "tests/train/health/test_faults.py::test_a_run_without_a_fault_warns_of_nothing": 0,
     "tests/train/health/test_ranks.py::test_where_no_rank_has_whole_layers_a_line_says_so": 0,
+    "tests/models/generation/test_engine.py::test_greedy_tokens_are_those_of_transformers": 2,
+    "tests/commands/test_generate_mistakes.py::test_it_is_one_line_before_a_model_is_loaded": 16,
 }
 """Test function -> cases that always run."""

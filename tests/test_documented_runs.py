@@ -16,7 +16,7 @@ import llm_finetune
 import llm_pretrain
 import timm_finetune
 import tokenize_data
-from qtrain.commands import evaluate, export, report
+from qtrain.commands import evaluate, export, generate, report
 from qtrain.core.config import as_dict
 from tests.documentation import PAGES, Command, commands, parse_command
 from tests.system import Outcome, call, flags, once, write_model
@@ -31,11 +31,13 @@ MAINS: dict[str, Callable[[list[str]], None]] = {
         tokenize_data,
         evaluate,
         export,
+        generate,
         report,
     )
 }
-NEEDS = ("--shapes", "--model qwen2.5-7b --tokens", "column_major", "--rows", "quantizers", "scaling", "--serve")
-"""Of benchmarks that time a GPU, and of a server that goes on."""
+NEEDS = ("--shapes", "--model qwen2.5-7b --tokens", "column_major", "--rows", "quantizers", "scaling")
+NEEDS += ("--serve", "--chat")
+"""Of benchmarks that time a GPU, of a server that goes on, and of a chat in a terminal."""
 ALL = {command.label: command for page in PAGES for command in commands(page)}
 RUN = [
     command
@@ -76,6 +78,7 @@ def make_folder(folder: Path) -> Path:
     turns = [("user", "Count to {}."), ("assistant", "One, two, {}.")]
     chats = [{"messages": [{"role": r, "content": t.format(i)} for r, t in turns]} for i in range(200)]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (folder / "questions.jsonl").write_text('{"prompt":"What is one and one?"}\n{"prompt":"Count."}\n')
     for i in range(16):
         path = folder / f"photos/{'train' if i % 4 else 'val'}/{'cat' if i % 8 < 4 else 'dog'}/{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ INNER = {
     "parallel.sharding": {"parallel", "parallel.layers"},
     "models.config": set(),
     "models.native": {"models.config"},
+    "models.generation": {"models.config", "models.native"},
     "models.hf": {"models.config", "models.native"},
     "models.adapters": {"models.config", "models.native", "models.hf"},
     "models.cost": {"models.config", "models.native", "models.adapters"},
@@ -61,6 +62,7 @@ INNER = {
     "train.plan": {"train.settings", "train.log", "train.state", "train.step"},
     "train.assembly": {"train.settings", "train.log", "train.state", "train.step", "train.plan", "train.eval"},
     "train.eval": {"train.settings", "train.step"},
+    "train.generate": {"train.settings", "train.plan", "train.assembly"},
     "train": {"train.settings", "train.log", "train.state", "train.step", "train.plan", "train.health"},
 }
 """What a part of a room may import of that room, besides itself; "train": the room's own files, not its folders."""

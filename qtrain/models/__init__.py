@@ -7,8 +7,10 @@ from qtrain.models.build import build_model, empty_model
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.vision import VisionCost, vision_cost
 from qtrain.models.execution import apply_recompute, compile_layers
-from qtrain.models.generate import generate
-from qtrain.models.greedy_decode import answer, rows_at_once
+from qtrain.models.generation.engine import Decoding, Generation, continuations
+from qtrain.models.generation.sampling import GREEDY, Sampling
+from qtrain.models.generation.streaming import Piece, stream_texts
+from qtrain.models.generation.text import TextStream
 from qtrain.models.hf.exports import check_export_folder, check_exports, export_as, left_by_training, read_formats
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import keeping, kept
@@ -33,20 +35,25 @@ from qtrain.models.vision import (
 
 __all__ = [
     "EXPORT_FORMATS",
+    "GREEDY",
     "RECOMPUTE_KINDS",
     "RECOMPUTE_SETS",
     "AdaptedOriginal",
     "Decoder",
+    "Decoding",
     "ExportFormat",
+    "Generation",
     "HeldCodes",
     "Lora",
     "LossSums",
     "ModelConfig",
     "ModelSource",
+    "Piece",
     "ResidualOffload",
+    "Sampling",
+    "TextStream",
     "VisionCost",
     "add_lora",
-    "answer",
     "apply_recompute",
     "as_lora",
     "build_model",
@@ -57,12 +64,12 @@ __all__ = [
     "check_vision_model",
     "compile_layers",
     "compile_vision",
+    "continuations",
     "empty_model",
     "empty_vision_model",
     "export_as",
     "export_hf",
     "export_timm",
-    "generate",
     "generation_config",
     "image_config",
     "keeping",
@@ -76,7 +83,7 @@ __all__ = [
     "read_model_source",
     "recompute_blocks",
     "repeated_blocks",
-    "rows_at_once",
     "save_adapter",
+    "stream_texts",
     "vision_cost",
 ]

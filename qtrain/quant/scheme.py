@@ -116,6 +116,9 @@ class LowBitScheme(Scheme):
     """Whether `grad_input` makes the transposed codes of a weight itself, from those that `output` reads
     (`weight_codes.in_one_layout`)."""
 
+    forward_only: bool = False
+    """Whether there is no backward pass, and so no operand of a weight for `grad_input` (`swap.quantize_linears`)."""
+
     def __post_init__(self) -> None:
         """UserError for stochastic rounding of a GEMM in high precision."""
         named = self.stochastic_rounding if isinstance(self.stochastic_rounding, tuple) else ()
@@ -142,6 +145,8 @@ class LowBitScheme(Scheme):
         if name == "w" and self.one_weight_layout:
             # `grad_input` sums over N, which is dimension 0 of the codes that `output` reads.
             columns = columns._replace(sum_dim=0)
+        if name == "w" and self.forward_only:
+            columns = None
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
     def gemm_dtypes(self) -> dict[Gemm, str]:

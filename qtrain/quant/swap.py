@@ -6,12 +6,13 @@ model may have a method `add_sub_norms`.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
-from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_linears
+from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_linears, shared_weights
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel, SharedWeight
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -41,6 +42,7 @@ def quantize_linears(
     realize: bool = True,
     shared: Callable[[str], SharedWeight | None] = lambda name: None,
     one_weight_layout: bool = False,
+    forward_only: bool = False,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
@@ -52,12 +54,13 @@ def quantize_linears(
     leaves, by name, with the reason. A scheme that stores weights in low bits replaces parameters, so the optimizer
     must be built afterwards. UserError where a scheme requires norms that this model cannot have. shared: the linears
     of which other processes hold other parts, by name. one_weight_layout: keep one layout of weights' codes, where the
-    other follows from it (`weight_codes.in_one_layout`).
+    other follows from it (`weight_codes.in_one_layout`). forward_only: nothing is trained: of a weight whose codes
+    `output` reads those are kept alone.
     """
     if scheme.root.sub_norm and (add_sub_norms := getattr(model, "add_sub_norms", None)) is not None:
         add_sub_norms("--quantize")
     device = next(model.parameters()).device
-    linears = find_linears(model)
+    linears, tied = find_linears(model), shared_weights(model)
     choices = choose_linears(
         model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size, left=left
     )
@@ -67,6 +70,8 @@ def quantize_linears(
     quantized = QuantizedModel(choices, [], keys, own_keys, shared=shared, one_weight_layout=one_weight_layout)
     quantized.sub_norm = scheme.root.sub_norm
     number_keys(quantized)
+    if forward_only:
+        quantized.choices = choices = [_without_backward(choice) for choice in choices]
     if realize:
         swapped_weights = {id(linear.weight) for linear, c in zip(linears, choices, strict=True) if c.reason is None}
         for parameter in sorted(model.parameters(), key=Tensor.numel, reverse=True):
@@ -85,6 +90,8 @@ def quantize_linears(
         for name in names:
             model.set_submodule(name, swapped)
         quantized.linears.append(swapped)
+        if forward_only and id(swapped.weight) not in tied and _reads_codes(swapped.scheme):
+            swapped.keep_codes_only()
         # Not codes that are the weight itself, nor those of a frozen weight, which nobody would compute again.
         computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
         if is_lazy(swapped.weight) or (computed and not realize):
@@ -124,6 +131,16 @@ def _existing_codes(weight: Tensor, scheme: LowBitScheme, name: str) -> StoredWe
             'it has; use "base":"dense", or one of nf4, int8 and fp8.'
         )
     return codes
+
+
+def _without_backward(choice: LinearChoice) -> LinearChoice:
+    """The choice with operands for `output` alone."""
+    return choice if choice.scheme is None else replace(choice, scheme=choice.scheme.derived(forward_only=True))
+
+
+def _reads_codes(scheme: LowBitScheme) -> bool:
+    """Whether `output` reads codes that are kept beside a weight in high precision."""
+    return scheme.stored_format is None and scheme.formats_of("w")[0] is not None
 
 
 # ---- keys of stochastic rounding -------------------------------------------------------------------------------------

@@ -149,6 +149,8 @@ def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features:
         unpacked = unpack(codes.codes, "ternary", in_features)
         codes = QuantizedTensor(unpacked, codes.scale, OperandFormat("int8", "tensorwise"))
     columns = scheme.formats_of("w")[1]
+    if scheme.forward_only:
+        return Operands(codes, None)
     if columns is not None and columns.sum_dim == 0:
         return Operands(codes, codes.summed_over_rows())
     # One for the tensor, or one a block [N / 128, K / 128]
@@ -187,6 +189,8 @@ def quantize_weight(request: WeightRequest) -> Operands:
 def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups | None) -> Operands:
     """The stored codes where a GEMM reads those; else codes of the dequantized weight, to nearest even."""
     rows, columns = scheme.formats_of("w")
+    if scheme.forward_only and rows == STORED_FORMATS[w.format]:
+        return Operands(w.quantized, None)
     if columns.sum_dim == 0:
         # The stored codes themselves: no memory of their own.
         return Operands(w.quantized, w.quantized.summed_over_rows())

@@ -18,14 +18,15 @@ from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
 from qtrain.models import (
     RECOMPUTE_SETS,
+    Decoding,
     ModelConfig,
     ModelSource,
-    answer,
+    Sampling,
     apply_recompute,
     build_model,
     compile_layers,
+    continuations,
     export_hf,
-    generate,
     read_model_source,
 )
 from qtrain.optim import OPTIMIZERS, parameter_groups
@@ -165,8 +166,8 @@ def _step(tp: int) -> list[dict[str, Any]]:
                 "weights": whole(model, {n: p.data for n, p in named.items()}),
                 "gradients": whole(model, {n: p.grad for n, p in named.items()}),
                 "logits": logits.tolist(),
-                "written": generate(model, ids[:, :5], 4, temperature=0.7, seed=2).tolist(),
-                "answers": answer(model, [[1, 2, 3], [4]], 5, None, 263),
+                "written": continuations(model, ids[:, :5].tolist(), Decoding(4, Sampling(0.7, seed=2))),
+                "answers": continuations(model, [[1, 2, 3], [4]], Decoding(5, vocab_size=263)),
             }
         )
     return found

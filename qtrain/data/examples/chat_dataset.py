@@ -137,6 +137,20 @@ class ChatRenderer(Renderer):
             at = len(end)
         return [*segments, Segment(whole[at:], False)] if at < len(whole) or not segments else segments
 
+    def prompt(self, messages: Any) -> str:
+        """The text that the assistant's answer to a conversation follows. UserError for what is none, or ends with an
+        answer."""
+        checked = self._messages(messages)
+        if checked[-1]["role"] == "assistant":
+            raise UserError(f"{self._flag}: the last message is the assistant's; end with the one to be answered.")
+        return self._render(checked, True)
+
+    def end_of_turn(self) -> str:
+        """What the template closes an answer with, such as <|im_end|>, without space around it."""
+        marker = "An answer."
+        turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": marker}]
+        return self._render(turns, False).rpartition(marker)[2].strip()
+
     def needs_end_token(self, segments: Sequence[Segment]) -> bool:
         """A template may render the end token itself."""
         eos = self._tokens["eos_token"]

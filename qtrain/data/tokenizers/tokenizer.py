@@ -78,6 +78,10 @@ class Tokenizer(ABC):
     def pieces(self) -> list[tuple[str, int]]:
         """(piece, id) of the whole vocabulary in the order of ids, spelled as in tokenizer.json."""
 
+    def begin_ids(self) -> list[int]:
+        """The special tokens that its pipeline puts before a text, as Llama's <s>."""
+        return []
+
     def with_chat_template(self, template: str) -> "Tokenizer":
         """The same tokenizer with another chat template."""
         other = copy.copy(self)
@@ -177,6 +181,11 @@ class FastTokenizer(Tokenizer):
                 f"the tokenizer {self.name!r} cannot process a text of at most {max(map(len, texts), default=0):,} "
                 f"characters: {reason}. Give another tokenizer, or leave such text out."
             ) from error
+
+    def begin_ids(self) -> list[int]:
+        with_special = self._backend.encode("a", add_special_tokens=True)
+        own = with_special.special_tokens_mask.index(0) if 0 in with_special.special_tokens_mask else 0
+        return with_special.ids[:own]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)

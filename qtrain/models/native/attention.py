@@ -87,9 +87,11 @@ class SequenceInfo(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The interface of a cache of keys and values."""
+    """The interface of a cache of keys and values during generation."""
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+        """`attend`, over the keys and values that are cached too; k and v join them."""
+        ...
 
 
 class Attention(nn.Module):
@@ -112,7 +114,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(k_width, eps=config.rms_norm_eps) if config.qk_norm else None
         self.sub_norm = nn.RMSNorm(config.q_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
-        self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
+        self.cache: KVCache | None = None  # set during generation (`generation/reader.py`)
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         return self.attend(self.qkv(x), info)
@@ -120,9 +122,7 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, info: SequenceInfo) -> Tensor:
         """Everything after `qkv`."""
         q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, info.cos, info.sin))
-        if self.cache is not None:
-            k, v = self.cache.extend(k, v)
-        y = attend(q, k, v, info.mask)
+        y = attend(q, k, v, info.mask) if self.cache is None else self.cache.attend(q, k, v, info.mask)
         y = y.transpose(1, 2).flatten(2)  # [B, S, H·D]
         return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
 

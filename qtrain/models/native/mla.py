@@ -24,7 +24,7 @@ LATENT_NORM_EPS = 1e-6
 class MultiHeadLatentAttention(nn.Module):
     """[B, S, C] -> [B, S, C]."""
 
-    cache: KVCache | None = None  # keys and values are not cached
+    cache: KVCache | None = None  # set during generation: keys and values as they are attended to
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -55,7 +55,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = (rotate(self._halves(t), info.cos, info.sin) for t in (q_rope, k_rope.unsqueeze(2)))
         q = torch.cat((q_plain, q_rope), dim=-1)
         k = torch.cat((k_plain, k_rope.expand(-1, -1, k_plain.shape[2], -1)), dim=-1)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), info.mask, self.scale)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        run = attend if self.cache is None else self.cache.attend
+        y = run(q, k, v, info.mask, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _halves(self, x: Tensor) -> Tensor:

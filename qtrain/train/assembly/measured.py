@@ -29,7 +29,7 @@ from qtrain.models import (
     merge_lora,
     read_model_source,
 )
-from qtrain.quant import LinearChoice
+from qtrain.quant import LinearChoice, Scheme, quantize_linears
 from qtrain.quant.scheme_map import spec_text
 from qtrain.train.assembly.assemble import assemble, build_quantized, freeze_embedding
 from qtrain.train.assembly.exports import whose_weights
@@ -138,6 +138,15 @@ class MeasuredModel:
         run = self._restored(device)
         with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
             yield run.model, run
+
+    def in_codes(self, device: torch.device, dtype: str, scheme: Scheme, *, quantize_head: bool) -> nn.Module:
+        """An exported model whose linears run in `scheme`, for forward passes alone: of their weights codes are kept
+        and nothing else, made one matrix after the other."""
+        where = {"device": device, "dtype": choose_dtype(dtype, device)}
+        model = build_model(self.source, impl=self._impl, pretrained=True, lazy=True, **where)
+        head: Any = model.lm_head
+        quantize_linears(model, scheme, seed=0, head=head, quantize_head=quantize_head, forward_only=True)
+        return model
 
     @property
     def _impl(self) -> str:

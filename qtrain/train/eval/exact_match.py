@@ -13,7 +13,7 @@ from qtrain.core.errors import UserError
 from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.stream import DATASETS, StreamContext
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.models import answer, rows_at_once
+from qtrain.models import Decoding, continuations
 
 _MARKED = (
     re.compile(r"####\s*(.+)"),  # GSM8K
@@ -99,12 +99,10 @@ def _last_answer(parts: Sequence[Any]) -> str:
 def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], max_new_tokens: int) -> list[str]:
     """The model's answer to each question, in their order."""
     order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # similar lengths together
-    answers: dict[int, str] = {}
-    rows = rows_at_once(model, max(len(q.ids) for q in questions) + max_new_tokens)
-    for start in range(0, len(order), rows):
-        batch = order[start : start + rows]
-        ids = answer(model, [questions[i].ids for i in batch], max_new_tokens, tokenizer.eos_id, tokenizer.vocab_size)
-        answers |= {i: tokenizer.decode(answer_ids) for i, answer_ids in zip(batch, ids, strict=True)}
+    eos_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    greedy = Decoding(max_new_tokens, eos_ids=eos_ids, vocab_size=tokenizer.vocab_size)
+    ids = continuations(model, [questions[i].ids for i in order], greedy)
+    answers = {i: tokenizer.decode(answer_ids) for i, answer_ids in zip(order, ids, strict=True)}
     return [answers[i] for i in range(len(questions))]
 
 

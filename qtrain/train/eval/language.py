@@ -16,7 +16,7 @@ from qtrain.data.eval_windows import all_eval_batches, eval_batches, eval_sets, 
 from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.stream import DATASETS, Extent, StreamContext, shared_sources, tokenizer_needed
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.models import generate
+from qtrain.models import Decoding, Sampling, continuations
 from qtrain.train.eval import hellaswag
 from qtrain.train.eval.exact_match import WrittenQuestion, graded, load_written_questions
 from qtrain.train.settings.evaluation import EvaluationSettings
@@ -166,23 +166,16 @@ def sample_texts(
     model: nn.Module, tokenizer: Tokenizer, prompts: Iterable[str], max_new_tokens: int, seed: int
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) of each prompt: temperature 0.8, top-k 50, deterministic in `seed`."""
-    device = next(model.parameters()).device
-    samples = []
-    for prompt in prompts:
-        start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        ids = tokenizer.encode(prompt) or [start or 0]
-        out = generate(
-            model,
-            torch.tensor([ids], device=device),
-            max_new_tokens,
-            temperature=0.8,
-            top_k=50,
-            seed=seed,
-            eos_id=tokenizer.eos_id,
-            vocab_size=tokenizer.vocab_size,
-        )
-        samples.append((prompt, tokenizer.decode(out[0, len(ids) :].tolist())))
-    return samples
+    prompts = list(prompts)
+    start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = [found or [start or 0] for found in tokenizer.encode_batch(prompts)]
+    decoding = Decoding(
+        max_new_tokens,
+        Sampling(temperature=0.8, top_k=50, seed=seed),
+        eos_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+        vocab_size=tokenizer.vocab_size,
+    )
+    return [(p, tokenizer.decode(new)) for p, new in zip(prompts, continuations(model, ids, decoding), strict=True)]
 
 
 class LossSum(NamedTuple):

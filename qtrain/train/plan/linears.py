@@ -57,7 +57,7 @@ def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: st
     flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else ("--quantize", "--quantize bf16")
     raise UserError(
         f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} linears: "
-        f"{_reasons(linears) or 'it has none'}. Change that, or train in high precision with {fix}."
+        f"{_reasons(linears) or 'it has none'}. Change that, or stay in high precision with {fix}."
     )
 
 

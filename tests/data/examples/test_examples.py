@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 
 from qtrain.core.errors import UserError
 from qtrain.data.batch import IGNORED, Batch
-from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
+from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES, ChatRenderer
 from qtrain.data.examples.example_packing import Example, pack_examples, pad_examples
 from qtrain.data.examples.instruct_dataset import PRESETS, Text, make_template
 from qtrain.data.stream import DATASETS, StreamContext, open_stream, with_chat_template
@@ -241,6 +241,25 @@ WITH_TEMPLATES = {
     "own": {"type": "instruct", "template": {"prompt": '{{%}} Q\'s "{q}" \\\n😀:', "answer": " {a}!"}},
     **{name: {"type": "chat", "template": name} for name in CHAT_TEMPLATES},
 }
+
+
+def test_a_question_is_opened_and_an_answer_closed_as_in_training():
+    """Also by a template whose rendered answers do not begin with what opens one, as of models that reason first."""
+    plain, reasons = (
+        ChatRenderer(template, "messages", ByteTokenizer(), FLAG)
+        for template in (
+            CHAT_TEMPLATES["chatml"],
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s> {% endfor %}"
+            "{% if add_generation_prompt %}<assistant><think>{% endif %}",
+        )
+    )
+    asked = [{"from": "human", "value": "Why?"}]
+    assert plain.prompt(asked) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.end_of_turn() == "<|im_end|>"
+    assert reasons.prompt(asked) == "<user>Why?</s> <assistant><think>" and reasons.end_of_turn() == "</s>"
+    for broken, says in (([], "no list of messages"), ([*asked, {"from": "gpt", "value": "So."}], "the assistant's")):
+        with pytest.raises(UserError, match=says):
+            plain.prompt(broken)
 
 
 @pytest.mark.parametrize("name", WITH_TEMPLATES)

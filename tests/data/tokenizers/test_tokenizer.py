@@ -180,6 +180,13 @@ def test_a_tokenizer_json_alone_still_has_its_eos(paths):
     assert load_tokenizer(paths["file"], "--tokenizer").eos_id == 1
 
 
+def test_what_a_pipeline_puts_before_a_text_is_told_and_not_added(paths):
+    found = {kind: load_tokenizer(path, "-") for kind, path in paths.items()}
+    assert [len(found[kind].begin_ids()) for kind in KINDS] == [0, 0, 1, 1]
+    folder = found["folder"]
+    assert folder.begin_ids() == [folder.bos_id] and folder.bos_id not in folder.encode("a")
+
+
 def test_byte_ids_are_bytes():
     tokenizer = load_tokenizer("byte", "--tokenizer")
     assert tokenizer.encode("é\n") == [0xC3, 0xA9, 10]

@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 from qtrain.core.errors import UserError
 from qtrain.models import (
     RECOMPUTE_SETS,
+    Decoding,
     ModelSource,
-    answer,
     apply_recompute,
     build_model,
+    continuations,
     export_hf,
-    generate,
     read_model_source,
 )
 from qtrain.quant import SCHEMES, quantize_linears
@@ -156,10 +156,8 @@ def test_a_table_of_positions_limits_what_is_read(config, limit):
     """Samples and answers stay within it; a longer --seq_len is refused (tests/test_bad_input.py)."""
     model = build_model(ModelSource("x", {"vocab_size": 97, **config}, "x"), impl="hf", seed=1)
     assert model.max_positions == limit
-    prompt = torch.arange(10).unsqueeze(0)
-    assert generate(model, prompt, 8, temperature=0).shape == (1, 18)
-    answers = answer(model, [[1, 2, 3], list(range(10))], 8, None, None)
-    assert [len(ids) for ids in answers] == [3, 3] if limit else [8, 8]
+    found = continuations(model, [[1, 2, 3], list(range(10)), list(range(20))], Decoding(8))
+    assert [len(ids) for ids in found] == ([8, 3, 1] if limit else [8, 8, 8])
 
 
 def test_what_transformers_would_draw_at_random_is_refused(tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_a_scheme_that_swaps_nothing_is_refused_with_the_reasons(here):
     assert done.code == 2 and done.out == "" and tree(here) == before
     assert done.err == (
         "error: --quantize: 'int8' quantizes none of the model's 9 linears: 8 x it has fewer than 100000 in- or "
-        "out-features (--quantize_min_size); 1 x output head (--quantize_lm_head takes it too). Change that, or train "
+        "out-features (--quantize_min_size); 1 x output head (--quantize_lm_head takes it too). Change that, or stay "
         "in high precision with --quantize bf16.\n"
     )
     assert call(llm_pretrain.main, argv(quantize_min_size=100_000, quantize="bf16", dry_run=True)).code == 0

@@ -1,0 +1,1 @@
+"""What `python -m qtrain generate` is made of."""
