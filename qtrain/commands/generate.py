@@ -144,6 +144,7 @@ def generate(settings: GenerateSettings) -> None:
             vocab_size=min(tokenizer.vocab_size, found.vocab_size or tokenizer.vocab_size),
             context=positions,
             logprobs=settings.logprobs,
+            fast=True,
         )
         stops = (*stops, *settings.stop)
         if not isinstance(model, Decoder):

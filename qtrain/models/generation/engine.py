@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
 from qtrain.models.generation.cache import rows_at_once
-from qtrain.models.generation.reader import Reader, reader_of
+from qtrain.models.generation.reader import CachedReader, Reader, reader_of
 from qtrain.models.generation.sampling import GREEDY, Sampling, draws, penalized, sample
 
 STEPS_PER_CHECK = 8
@@ -37,6 +37,9 @@ class Decoding:
     """The most positions that a row may read; None: those of the model's table of positions, if it has one."""
     logprobs: bool = False
     """Keep each token's log-probability under the model: before penalty, temperature and filters."""
+    fast: bool = False
+    """On a GPU, record a step as a CUDA graph, of the kernels of generation where they compute the model: it does not
+    quantize a single row's activations (`fused_step.py`). Their first use on a machine times them."""
 
 
 @dataclass
@@ -98,11 +101,13 @@ class Generation:
             new, done = self._read(sampler, 0, 1), 1
             self.prompt_seconds = time.perf_counter() - started
             yield new
+            step = _Step(reader, sampler, self._decoding.fast)
             per_check = STEPS_PER_CHECK if runs_ahead(reader.token.device) else 1
             while done < steps and any(row.finish is None for row in self.rows):
                 started = time.perf_counter()
                 count = min(per_check, steps - done)
-                self._advance(reader, sampler, count)
+                for _ in range(count):
+                    step()
                 new = self._read(sampler, done, done + count)
                 self.decode_seconds += time.perf_counter() - started
                 done += count
@@ -132,18 +137,6 @@ class Generation:
         with torch.compiler.set_stance("force_eager"):  # every length is a new shape
             sampler.take(reader.read_prompts(ids.to(reader.at.device)))
 
-    @torch.no_grad()
-    def _advance(self, reader: Reader, sampler: "_Sampler", steps: int) -> None:
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(steps):
-                self._step(reader, sampler)
-
-    def _step(self, reader: Reader, sampler: "_Sampler") -> None:
-        """Read every row's newest token and sample the next: with a cache, all of it in memory that stays where it is,
-        without a look at any value."""
-        reader.at.add_(1).clamp_(max=reader.places - 1)  # rows that have ended stay within the cache
-        sampler.take(reader.step())
-
     def _read(self, sampler: "_Sampler", start: int, end: int) -> list[list[int]]:
         """What was sampled in these steps: synchronizes with the device."""
         found = sampler.written[:, start:end].tolist()
@@ -165,6 +158,38 @@ class Generation:
 def runs_ahead(device: torch.device) -> bool:
     """Whether the host may launch steps that the device has not begun."""
     return device.type == "cuda"
+
+
+class _Step:
+    """One token more for every row. Recorded as a CUDA graph by the second call, which later ones replay: a step
+    launches hundreds of kernels that take microseconds. The first call tunes them and allocates."""
+
+    def __init__(self, reader: Reader, sampler: "_Sampler", record: bool):
+        self._reader, self._sampler = reader, sampler
+        self._records = record and isinstance(reader, CachedReader) and reader.token.is_cuda
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._called = False
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        with torch.compiler.set_stance("force_eager"):
+            if not (self._records and self._called):
+                self._run()
+                self._called = True
+                return
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._run()
+        self._graph = graph
+        graph.replay()
+
+    def _run(self) -> None:
+        reader = self._reader
+        reader.at.add_(1).clamp_(max=reader.places - 1)  # rows that have ended stay within the cache
+        self._sampler.take(reader.step())
 
 
 class _Sampler:

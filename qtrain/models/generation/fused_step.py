@@ -27,9 +27,11 @@ def runs_fused(model: nn.Module) -> bool:
     heads; on one GPU."""
     if not isinstance(model, Decoder) or not model.norm.weight.is_cuda or model.norm.weight.dtype != torch.bfloat16:
         return False
+    if model.config.rope_dim != model.config.head_dim:
+        return False
     linears = [model.lm_head]
     for layer in model.layers:
-        if type(layer.attn) is not Attention or type(layer.mlp) is not MLP or layer.attn.cache is None:
+        if type(layer.attn) is not Attention or type(layer.mlp) is not MLP:
             return False
         if layer.attn.q_norm is not None and not layer.attn.norms_heads:
             return False
@@ -63,7 +65,7 @@ class _Layer(NamedTuple):
 
 
 class FusedStep:
-    """Logits of one new token a row. keys, values: of each layer, [B, KV heads, T, D]; cos, sin: fp32 [T, D/2]."""
+    """Logits of one new token a row. cos, sin: fp32 [T, D/2]."""
 
     def __init__(self, model: Decoder, cos: Tensor, sin: Tensor):
         config = model.config
@@ -99,7 +101,8 @@ class FusedStep:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def __call__(self, token: Tensor, at: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits [B, V] of token int64 [B] at the places `at`; stores its keys and values."""
+        """Logits [B, V] of token int64 [B] at the places `at`; its keys and values are stored in the layers' caches,
+        [B, KV heads, T, D] each."""
         x = self._model.embed_tokens(token)
         for layer, (keys, values) in zip(self._layers, caches, strict=True):
             y = cached_attention(_multiply(x, layer.qkv), keys, values, at, *self._tables, layer.heads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.models.generation.cache import StaticKVCache
+from qtrain.models.generation.fused_step import FusedStep, runs_fused
 from qtrain.models.native.attention import Mask, SequenceInfo
 from qtrain.models.native.decoder import Decoder, outputs
 from qtrain.models.native.rope import rope_tables
@@ -37,9 +38,12 @@ class Reader(ABC):
         """Leave the model as it was."""
 
 
-def reader_of(model: nn.Module, batch: int, places: int) -> Reader:
-    """With a cache, for a native decoder; else one that reads the whole text again for every token."""
+def reader_of(model: nn.Module, batch: int, places: int, fast: bool = False) -> Reader:
+    """With a cache, for a native decoder; else one that reads the whole text again for every token. fast: by the
+    kernels of generation, for models that they compute."""
     device = next(model.parameters()).device
+    if fast and runs_fused(model):
+        return FusedReader(model, batch, places, device)
     if isinstance(model, Decoder):
         return CachedReader(model, batch, places, device)
     return WholeTextReader(model, batch, places, device)
@@ -112,3 +116,14 @@ class CachedReader(Reader):
     def close(self) -> None:
         for layer in self._model.layers:
             layer.attn.cache = None
+
+
+class FusedReader(CachedReader):
+    """The prompts by the model's own forward pass, then five launches a layer (`fused_step.py`)."""
+
+    def __init__(self, model: Decoder, batch: int, places: int, device: torch.device):
+        super().__init__(model, batch, places, device)
+        self._step = FusedStep(model, self._cos.squeeze(-2), self._sin.squeeze(-2))
+
+    def step(self) -> Tensor:
+        return self._step(self.token, self.at, [(cache.keys, cache.values) for cache in self._caches])

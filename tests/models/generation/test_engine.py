@@ -85,16 +85,16 @@ def test_steps_between_checks_change_nothing(monkeypatch):
     """On a GPU the host looks every 8 steps."""
     ends = (written(PROMPTS)[0][5],)
     every, sizes = written(PROMPTS, eos_ids=ends), []
-    advance = Generation._advance
+    read = Generation._read
 
-    def recorded(self, reader, sampler, steps):
-        sizes.append(steps)
-        advance(self, reader, sampler, steps)
+    def recorded(self, sampler, start, end):
+        sizes.append(end - start)
+        return read(self, sampler, start, end)
 
-    monkeypatch.setattr(Generation, "_advance", recorded)
+    monkeypatch.setattr(Generation, "_read", recorded)
     monkeypatch.setattr("qtrain.models.generation.engine.runs_ahead", lambda device: True)
     assert written(PROMPTS, eos_ids=ends) == every
-    assert sizes == [8, 3]
+    assert sizes == [1, 8, 3]
 
 
 def test_tokens_of_the_text_so_far_are_penalized():
