@@ -2,7 +2,7 @@
 
 The choices are kept in a JSON file per device, torch version and state of the kernels, so that a second run times
 nothing, and the first one with a changed kernel does. Where nothing can be timed (no GPU, or during the capture of a
-CUDA graph) the first name is chosen: callers put the best in general first.
+CUDA graph) the first name is chosen: callers put the best in general first. Nothing is timed under --deterministic.
 
     QTRAIN_IMPL=triton | cublas | ref   only names with this prefix (ref: the plain PyTorch definition)
     QTRAIN_TUNE=0                       time nothing, choose the first name
@@ -76,6 +76,10 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
         names = [name for name in names if name.startswith(family)] or names
     if len(names) == 1:
         return names[0]
+    if torch.are_deterministic_algorithms_enabled():
+        # Whatever the shape, by tiles that add along K in one order: a row's bits then depend neither on a timing nor
+        # on how many rows there are.
+        return next((name for name in names if name.startswith("triton") and "split" not in name), names[0])
     checksum = zlib.crc32(" ".join(names).encode())  # other names: another choice
     entry = " ".join([op, *(str(value).removeprefix("torch.") for value in key), f"{checksum:08x}"])
     choices = _choices()  # shared by all operations of the process

@@ -43,11 +43,28 @@ def blockwise_mm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8, with a scale for each of their blocks -> [M, N]."""
+    if torch.are_deterministic_algorithms_enabled():
+        total = _sum_blocks(a, b, scale_a, scale_b, block_a, block_b)
+        return (total if bias is None else total + bias.float()).to(out_dtype)
     # Every product is scaled, which the kernel does once per block: sums differ by fp32 rounding only.
     values_a = a.float() * expand_scale(scale_a, block_a, a.shape)  # fp32 [M, K]
     values_b = b.float() * expand_scale(scale_b, block_b, b.shape)  # fp32 [N, K]
     total = values_a @ values_b.t()  # fp32 [M, N]
     return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+def _sum_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, block_a: str, block_b: str) -> Tensor:
+    """The sum over blocks of K as the kernel adds it, [M, N] in fp32; exact within a block, so that no row depends on
+    how many there are (`fp8_mm_ref`)."""
+    (rows_a, width), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
+    total = torch.zeros(len(a), len(b), device=a.device)
+    for i, (x, y) in enumerate(zip(a.split(width, dim=1), b.split(width, dim=1), strict=True)):
+        scales = [
+            scale[:, i].repeat_interleave(rows)[:size]
+            for scale, rows, size in ((scale_a, rows_a, len(a)), (scale_b, rows_b, len(b)))
+        ]
+        total += (x.double() @ y.double().t()).float() * (scales[0][:, None] * scales[1][None])
+    return total
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------

@@ -43,8 +43,15 @@ def scaled_mm_ref(
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8; scale_a fp32 [M] or [1], scale_b fp32 [N] or [1]; bias [N]."""
     _check(a, b)
-    total = sum_over_spans(a, b, int8_mm_ref) if a.dtype == torch.int8 else a.float() @ b.float().t()
+    total = sum_over_spans(a, b, int8_mm_ref) if a.dtype == torch.int8 else fp8_mm_ref(a, b)
     return _scale_total(total, scale_a, scale_b, out_dtype, bias)
+
+
+def fp8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
+    """A [M, K] · B [N, K]ᵀ of FP8 -> fp32 [M, N]. Under --deterministic without regard to M: libraries choose the order
+    of fp32 additions by the shape, and fp64 holds the sum of e4m3's products exactly, in any order."""
+    exact = torch.float64 if torch.are_deterministic_algorithms_enabled() else torch.float32
+    return (a.to(exact) @ b.to(exact).t()).float()
 
 
 def sum_over_spans(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

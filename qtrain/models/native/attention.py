@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.rope import rotate
+from qtrain.models.native.row_attention import attend_rows, causal, flash_rows, flash_takes
 
 Mask = Tensor | BlockMask | None
 
@@ -60,14 +61,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 
     scale: None: 1/√D."""
     grouped = q.shape[1] != k.shape[1]
+    in_one_order = torch.are_deterministic_algorithms_enabled()
+    if in_one_order and not q.is_cuda:
+        return attend_rows(q, k, v, causal(q.shape[2], q.device) if mask is None else mask, scale)
     if isinstance(mask, BlockMask):
         # In a compiled layer it is traced with the rest; elsewhere it is compiled by itself.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    if in_one_order and not torch.is_grad_enabled() and flash_takes(q, v):
+        return flash_rows(q, k, v, None, scale)
     if q.is_cuda:
-        backends = _DETERMINISTIC_BACKENDS if torch.are_deterministic_algorithms_enabled() else _CUDA_BACKENDS
+        backends = _DETERMINISTIC_BACKENDS if in_one_order else _CUDA_BACKENDS
         with sdpa_kernel(backends, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
