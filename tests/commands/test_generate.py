@@ -122,7 +122,7 @@ def test_a_stop_string_ends_a_text_before_it(runs_folder, tmp_path, monkeypatch)
     (stopped,) = records(tmp_path / "stopped.jsonl")
     assert stopped["finish"] == "stop" and stopped["text"] == free["text"].partition(stop)[0]
     assert done.out == stopped["text"] + "\n"
-    assert stopped["ids"] == free["ids"][: stopped["tokens"]] and stopped["tokens"] < free["tokens"]
+    assert stopped["ids"] == free["ids"][: free["ids"].index(ord(stop)) + 1]
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
