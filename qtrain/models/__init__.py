@@ -1,4 +1,4 @@
-"""Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
+"""Models: the native decoder, Hugging Face load and export, adapters, generation, vision models, cost of training."""
 
 from qtrain.models.adapters.adapted_original import AdaptedOriginal
 from qtrain.models.adapters.lora import Lora, add_lora, check_merge_format, merge_lora
