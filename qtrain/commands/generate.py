@@ -29,7 +29,7 @@ class GenerateSettings:
     """Generate text with a language model; the first word without dashes is --model."""
 
     HELP_GROUPS: ClassVar = {
-        "model": "model quantize quantize_kwargs quantize_overrides quantize_lm_head device dtype",
+        "model": "model quantize quantize_kwargs quantize_overrides quantize_lm_head device dtype deterministic",
         "prompts": "prompt prompts chat system",
         "sampling": "temperature top_k top_p min_p repetition_penalty seed samples max_new_tokens stop",
         "output": "batch_size json logprobs",
@@ -51,6 +51,9 @@ class GenerateSettings:
     """Device; auto: the GPU if there is one, else the CPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of an exported folder's model; auto: bf16 on a GPU, fp32 on a CPU."""
+    deterministic: bool = False
+    """Compute logits by the forward pass of training, with the same bits in every batch, as under its --deterministic:
+    slower, and refused for schemes and models whose rows depend on each other."""
     prompt: tuple[str, ...] = ()
     """Texts to continue."""
     prompts: str | None = None
@@ -100,7 +103,8 @@ def generate(settings: GenerateSettings) -> None:
     given = _given(settings)
 
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.models import Decoder, Decoding, Sampling
+    from qtrain.models import Decoder, Decoding, Sampling, why_other_bits
+    from qtrain.train.assembly.deterministic import use_deterministic_kernels
     from qtrain.train.generate.chat import Chat
     from qtrain.train.generate.prompts import PromptReader, chat_renderer
     from qtrain.train.generate.source import Quantization, TextModel
@@ -125,9 +129,14 @@ def generate(settings: GenerateSettings) -> None:
     for note in found.notes:
         print(note, file=sys.stderr, flush=True)
 
+    if settings.deterministic:
+        use_deterministic_kernels()
+
     # ---- text --------------------------------------------------------------------------------------------------------
     totals = Totals()
     with found.loaded(device, settings.dtype) as model:
+        if settings.deterministic and (reason := why_other_bits(model, positions or 0)):
+            raise UserError(f"--deterministic: logits of {settings.model} depend on the batch: {reason}.")
         eos_ids, stops = found.ends(renderer)  # again: the hub's generation settings come with the weights
         sampling = Sampling(
             settings.temperature,
@@ -144,7 +153,7 @@ def generate(settings: GenerateSettings) -> None:
             vocab_size=min(tokenizer.vocab_size, found.vocab_size or tokenizer.vocab_size),
             context=positions,
             logprobs=settings.logprobs,
-            fast=True,
+            fast=not settings.deterministic,
         )
         stops = (*stops, *settings.stop)
         if not isinstance(model, Decoder):

@@ -8,6 +8,7 @@ from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.vision import VisionCost, vision_cost
 from qtrain.models.execution import apply_recompute, compile_layers
 from qtrain.models.generation.engine import Decoding, Generation, continuations
+from qtrain.models.generation.same_bits import why_other_bits
 from qtrain.models.generation.sampling import GREEDY, Sampling
 from qtrain.models.generation.streaming import Piece, stream_texts
 from qtrain.models.generation.text import TextStream
@@ -86,4 +87,5 @@ __all__ = [
     "save_adapter",
     "stream_texts",
     "vision_cost",
+    "why_other_bits",
 ]

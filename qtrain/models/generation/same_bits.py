@@ -5,7 +5,7 @@ regard to the others: codes with a scale of their own row, integer sums, FP8 sum
 by rows (`native/row_attention.py`). It is refused where a scale or a library looks at the batch.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtrain.models.native.attention import Attention
 from qtrain.models.native.decoder import Decoder
@@ -36,7 +36,7 @@ def why_other_bits(model: nn.Module, places: int = 0) -> str | None:
 
 def _why_not(linear: LowBitLinear) -> str | None:
     x, w = linear.scheme.formats_of("x")[0], linear.weight_codes.operands().rows
-    if x is None:
+    if x is None or isinstance(w, Tensor):
         return "its activations are in high precision, for which cuBLAS chooses a kernel by the number of rows"
     if getattr(w, "tensor_scale", None) is not None or x.scale_dtype.itemsize != 4:
         return f"products of {x.fmt} with scales below fp32 are a library's, or add in another order for each shape"
@@ -45,5 +45,5 @@ def _why_not(linear: LowBitLinear) -> str | None:
     if x.granularity != "tensorwise":
         return f"a scale of {x.granularity} blocks of its activations sees rows of other texts"
     if not linear.scheme.amax_history:
-        return "a tensorwise scale of its activations sees the whole batch; delayed scaling has one that is known before"
+        return "a tensorwise scale of its activations sees the whole batch; delayed scaling knows one before"
     return None if float(linear.x_scale) > 0 else "its delayed scale has no history yet"
