@@ -92,7 +92,7 @@ class Generation:
             return
         was_training, started = self._model.training, time.perf_counter()
         self._model.eval()
-        reader = reader_of(self._model, len(self.rows), self._places)
+        reader = reader_of(self._model, len(self.rows), self._places, self._decoding.fast)
         draw = draws(self._decoding.sampling.seed, torch.tensor(list(self._numbers), device=reader.token.device), steps)
         sampler = _Sampler(reader.token, draw, self._prompts, self._decoding)
         self._logprobs = sampler.logprobs
