@@ -149,6 +149,8 @@ class MemoryEstimate:
     """The optimizer steps within the backward pass."""
     host: Mapping[str, int]
     """In pinned host memory, by the names of --offload."""
+    teacher: int = 0
+    """Temporaries of a teacher's forward pass, before that of the model (`teacher.py`)."""
 
     @property
     def moments(self) -> dict[str, Mapping[str, int]]:
@@ -156,6 +158,7 @@ class MemoryEstimate:
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
         # (gradients, activations, temporaries), as `kinds` below names them.
         moments = {
+            **({"the teacher's forward pass": (self.held, 0, self.teacher)} if self.teacher else {}),
             "the loss": (self.held, self.activations, self.loss),
             "the start of backward": (self.held, self.activations, self.backward),
             "the end of backward": (self.gradients, self.one_layer, self.at_end),
