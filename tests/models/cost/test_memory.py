@@ -341,3 +341,42 @@ def test_memory_grows_and_shrinks_with_what_decides_it():
         estimate.peak == max(sum(kinds.values()) for kinds in estimate.moments.values())
         and estimate.weights == 2 * count_parameters(config).total
     )
+
+
+WEIGHTY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 2048}
+"""A shape of which few tokens take little beside weights."""
+
+
+@pytest.mark.parametrize("kinds", [(), ("block",)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_gradient_is_planned_once_at_the_end_of_backward(tied, kinds):
+    model = drawn(source_of("llama2", **WEIGHTY, tie_word_embeddings=tied), dtype=torch.bfloat16)
+    apply_recompute(model, kinds)
+    ids = torch.randint(0, 2048, (1, 64))
+    with PeakBytes([*model.parameters(), *model.buffers(), ids]) as counted:
+        model(ids, ids).loss.backward()
+    step = StepShape(1, 64, recompute=frozenset(kinds), compiled=False)
+    estimate = estimate_memory(model.config, step, optimizer_bytes=0)
+    assert estimate.at_peak.moment == "the end of backward"
+    planned = estimate.peak - estimate.weights - estimate.workspace
+    assert planned == pytest.approx(counted.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_when_gradients_of_weights_exist(tied):
+    """As the plan has it: in a layer's MLP none of its own; that of the head from its backward on, unless it is tied;
+    that of the embedding last."""
+    model, found = drawn(source_of("llama2", tie_word_embeddings=tied)), {}
+
+    def note(index: int):
+        names = [name for name, p in model.named_parameters() if p.grad is not None]
+        found[index] = names
+
+    for index, layer in enumerate(model.layers):
+        layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=index: note(i))
+    ids = torch.randint(0, 97, (1, 16))
+    model(ids, ids).loss.backward()
+    last = len(model.layers) - 1
+    assert found[last] == ["norm.weight"] + ["lm_head.weight"] * (not tied)
+    every = {name for name, _ in model.named_parameters()}
+    assert every - set(found[0]) == {n for n in every if n.startswith(("layers.0.", "embed_tokens."))}

@@ -184,8 +184,9 @@ def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
 
 def test_with_the_optimizer_in_backward_gradients_are_those_of_the_largest_partition():
     def gradients(model: str) -> int:
-        chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
-        return plan_of(model, optimizer_in_backward=True, **chosen).memory["gradients"]
+        settings = LanguageSettings(model=model, batch_size=1, clip_grad_norm=0, optimizer_in_backward=True)
+        checked, config = checked_of(settings), SHAPES[model]
+        return language_memory(checked, config, linears_of(checked, config), None).gradients
 
     shape = read_model_source("qwen2.5-7b").model_config()
     assert not shape.tie_word_embeddings and gradients("qwen2.5-7b") == 2 * shape.vocab_size * shape.hidden_size
