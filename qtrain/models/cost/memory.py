@@ -502,6 +502,9 @@ def _backward_bytes(
     # gate_up's input, when gate_up's output and the activation's gradient are freed.
     own = {"down_proj": inner * element, "": in_mlp, "gate_up": in_mlp - inner * element - gate_up + c * element}
     at_mlp = max(tokens * size + read.get(name, 0.0) for name, size in own.items())
+    if not (low_bit.swiglu_codes or low_bit.down_input_recomputed):
+        # gate_up's gradient is in memory when it is quantized, with its codes.
+        at_mlp = max(at_mlp, tokens * 2 * inner * (element + low_bit.layer["gate_up"].dy_codes))
     in_halves = max(size for name, size in read.items() if name not in own)
     return LayerBackward(at_mlp + tokens * (stream + recomputed.at_mlp), at_attention + in_halves)
 

@@ -37,6 +37,7 @@ from qtrain.train.plan.scheme_bytes import (
     adapter_passes,
     code_bytes,
     kept_input_bytes,
+    operand_code_bytes,
     other_layout_bytes,
     quantizer_bytes,
     weight_bytes,
@@ -451,5 +452,6 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapt
         remade=made.moved,
         x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
         dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
+        dy_codes=operand_code_bytes(scheme, "dy", frozen=adapted),
         adapter_passes=passes,
     )

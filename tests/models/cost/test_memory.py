@@ -380,3 +380,34 @@ def test_when_gradients_of_weights_exist(tied):
     assert found[last] == ["norm.weight"] + ["lm_head.weight"] * (not tied)
     every = {name for name, _ in model.named_parameters()}
     assert every - set(found[0]) == {n for n in every if n.startswith(("layers.0.", "embed_tokens."))}
+
+
+@pytest.mark.usefixtures("compiler", "as_on_a_gpu")
+@pytest.mark.parametrize("kinds", [["norm", "qkv", "attention", "ffn"], ["block"]], ids=str)
+def test_compiled_attention_is_computed_again_when_it_is_needed(kinds):
+    """After the MLP's backward, if the layer keeps the stream between its halves."""
+    torch._dynamo.reset()
+    model, graphs = recomputing("qwen2", "bf16", kinds), []
+
+    def note(graph: torch.fx.GraphModule, inputs: object):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    model.layers[0].compile(fullgraph=True, backend=backend)
+    x, info = layer_input(model, 2, 64)
+    model.layers[0](x, info).sum().backward()
+    qkv, mlp = (graphs[1].index(name) for name in ("aten.addmm.default", "qtrain.swiglu_backward.default"))
+    assert (qkv < mlp) == (kinds == ["block"])
+
+
+def test_a_gradient_that_is_quantized_apart_is_planned_with_its_codes():
+    """Of gate_up, where no kernel quantizes it as it is computed: 2·I elements of 2 bytes, and 1 + 1 of codes."""
+    config = read_model_source("qwen2.5-7b").model_config()
+    step = StepShape(64, 1024, recompute=frozenset({"block"}))
+    linear = LinearBytes(2, kept_input=1.0, dy_codes=2.0)
+    apart = LowBitBytes(dict.fromkeys(LAYER_LINEARS, linear))
+    fused = dataclasses.replace(apart, swiglu_codes=True)
+    found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
+    # Fused there are the activation's gradient (2) and the codes of gate_up's (4), less down's input (1), per I.
+    assert found[0] - found[1] == 64 * 1024 * config.intermediate_size * (8 - 5)
