@@ -63,7 +63,7 @@ class StepShape:
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
     are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
     gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of
-    dense MLPs, with the kind `block`; 0: all at once."""
+    dense MLPs, with the kind `block`; 0: all at once; documents: positions restart within a sequence."""
 
     micro_batch_size: int
     seq_len: int
@@ -77,6 +77,7 @@ class StepShape:
     weights_on_host: bool = False
     gradients_on_host: bool = False
     mlp_chunks: int = 0
+    documents: bool = False
 
     @property
     def tokens(self) -> int:
@@ -287,7 +288,10 @@ def estimate_memory(
     # That of the layer before comes back while a layer's backward runs.
     last_layer = layer.at_most(_layer_gradients(config, trained, config.num_hidden_layers - 1))
     backward = max(last_layer + (residual if residuals else 0) + at_layers, in_head)
-    one_layer = step.tokens * max(saved)
+    # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
+    of_position = 4 * config.rope_dim
+    gathered = step.documents * step.tokens * of_position
+    one_layer = step.tokens * max(saved) + gathered
     end = EndOfBackward(gradients, one_layer, max(layer))
     if not (reshards or step.in_backward or step.gradients_on_host):
         end = _end_of_backward(config, step, trained, layer, one_layer)
@@ -296,11 +300,12 @@ def estimate_memory(
         gradients=round(end.gradients),
         optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(step.tokens * sum(kind.count * own for kind, own in zip(kinds, saved, strict=True)))
-        - residuals,
+        - residuals
+        + gathered,
         loss=round(loss),
         backward=round(backward),
         at_end=round(end.temporaries),
-        workspace=CUDA_WORKSPACE,
+        workspace=CUDA_WORKSPACE + step.seq_len * of_position,
         held=held,
         one_layer=round(end.activations),
         build=build,

@@ -56,7 +56,7 @@ from qtrain.train.plan.traffic import (
 )
 from qtrain.train.settings.machine import reserves_every_routing
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
-from qtrain.train.settings.settings import TrainSettings
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
 
 def plan_language_run(
@@ -331,7 +331,14 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         weights_on_host="weights" in checked.offload,
         gradients_on_host="gradients" in checked.offload,
         mlp_chunks=settings.mlp_chunks,
+        documents=settings.doc_mask or _packs_examples(settings),
     )
+
+
+def _packs_examples(settings: LanguageSettings) -> bool:
+    """Whether instructions or chats share sequences, as documents of their own."""
+    kind = (settings.train_ds or {}).get("type")
+    return kind in ("instruct", "chat") and getattr(settings, "seq_len_multiple", 0) == 0
 
 
 def _low_bit_bytes(

@@ -362,6 +362,18 @@ def test_each_gradient_is_planned_once_at_the_end_of_backward(tied, kinds):
     assert planned == pytest.approx(counted.peak, rel=0.01)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_rotary_tables_of_long_sequences_are_planned(documents):
+    """Of a narrow model; what else forward keeps is planned as before."""
+    config = source_of("llama2").model_config()
+    short, long = (estimate_memory(config, StepShape(1, seq_len, documents=documents)) for seq_len in (1, 1 + 2**20))
+    cos, sin = rope_tables(config.rope, config.rope_dim, 1024, torch.device("cpu"))
+    tables = (cos.nbytes + sin.nbytes) * 1024
+    assert long.workspace - short.workspace == tables
+    plain = estimate_memory(config, StepShape(1, 1 + 2**20))
+    assert long.activations - plain.activations == documents * (tables + cos.nbytes // 512)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_when_gradients_of_weights_exist(tied):
     """As the plan has it: in a layer's MLP none of its own; that of the head from its backward on, unless it is tied;
