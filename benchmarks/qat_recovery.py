@@ -6,6 +6,8 @@ A small llama learns Python's standard library byte by byte. The last share of i
 weights, optimizer states and batches: in high precision, after which the weights are rounded to the format as an export
 rounds them, and in `--quantize qat`, whose weights are rounded in training. So both have seen the same tokens. Cost is
 what rounding adds to the loss of the first; recovered is the share of it that the second does not have.
+
+--distill WEIGHT adds a third end: qat that learns from the first one as its teacher, which has seen the same tokens.
 """
 
 import copy
@@ -23,7 +25,7 @@ from qtrain.core.checks import Range
 from qtrain.core.config import parse
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
-from qtrain.models import ModelSource, build_model
+from qtrain.models import Decoder, Distillation, DistillOptions, ModelSource, build_model
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import Count
@@ -39,6 +41,7 @@ EXPORTS = {
 WINDOWS = 2048
 """Of the evaluation, 64 bytes each."""
 COLUMNS = ("high precision", "rounded", "qat", "cost", "recovered")
+DISTILLED = ("distilled", "recovered, distilled")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class RecoverySettings:
     """Formats, as the option "weight" of --quantize qat."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Of the initial weights and of the data."""
+    distill: Annotated[float, Range(0, 1)] | None = None
+    """Weight of the divergence from the model in high precision, in an end of its own; None: no such end."""
     lr: float = 4e-3
     """Peak learning rate."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -84,9 +89,18 @@ def evaluated(model: nn.Module, text: Text) -> float:
     return mean(loss_of(model.eval(), ids).item() for ids in text.evaluation(WINDOWS).split(256))
 
 
-def finished(before: Run, text: Text, settings: RecoverySettings, seed: int, weight: str | None) -> nn.Module:
+def finished(
+    before: Run,
+    text: Text,
+    settings: RecoverySettings,
+    seed: int,
+    weight: str | None,
+    distillation: Distillation | None = None,
+) -> nn.Module:
     """The model after the last share of the steps; weight: of qat, None: in high precision."""
     model, optimizer = copy.deepcopy(before)  # together: the optimizer's parameters are those of the copy
+    assert isinstance(model, Decoder)
+    model.distillation = distillation
     scheme = SCHEMES.make("qat", {"weight": weight}, "--weights") if weight else SCHEMES.make("bf16", {}, "")
     quantized = quantize_linears(model, scheme, seed=0, head=model.get_submodule("lm_head"))
     train((model, optimizer), text, settings, seed, range(first_step(settings), settings.steps), quantized)
@@ -104,7 +118,10 @@ def main(argv: list[str]) -> None:
     device = choose_device(settings.device)
     text = python_text(device)
     title = f"Losses with the last {settings.share:.0%} of {settings.steps:,} steps in high precision and in qat"
-    table, recovered = Table(title, "nats a byte, %", COLUMNS), {weight: [] for weight in settings.weights}
+    columns = COLUMNS if settings.distill is None else (*COLUMNS, *DISTILLED)
+    table, recovered = Table(title, "nats a byte, %", columns), {weight: [] for weight in settings.weights}
+    if settings.distill is not None:
+        recovered |= {f"{weight}, distilled": [] for weight in settings.weights}
     for seed in settings.seeds:
         model = build_model(ModelSource("small", SHAPE, "--model"), device=device, seed=seed)
         plain = quantize_linears(model, SCHEMES.make("bf16", {}, ""), seed=0)
@@ -117,8 +134,14 @@ def main(argv: list[str]) -> None:
             qat = evaluated(finished(run, text, settings, seed, weight), text)
             recovered[weight].append(100 * (after - qat) / (after - loss))
             found = dict(zip(COLUMNS, (loss, after, qat, after - loss, recovered[weight][-1]), strict=True))
+            if settings.distill is not None:
+                teaching = Distillation(high, DistillOptions("-", settings.distill))
+                taught = evaluated(finished(run, text, settings, seed, weight, teaching), text)
+                shares = recovered[f"{weight}, distilled"]
+                shares.append(100 * (after - taught) / (after - loss))
+                found |= dict(zip(DISTILLED, (taught, shares[-1]), strict=True))
             for key, value in found.items():
-                shown = f"{value:.0f}%" if key == "recovered" else f"{value:.5f}"
+                shown = f"{value:.0f}%" if key.startswith("recovered") else f"{value:.5f}"
                 table.put(f"{weight}, seed {seed}", key, Cell(value, text=shown))
             print(f"{weight}, seed {seed}: " + ", ".join(f"{k} {v:.5f}" for k, v in found.items()), flush=True)
     print(table.markdown())

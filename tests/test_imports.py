@@ -38,6 +38,7 @@ INNER = {
     "kernels.norm": {"kernels.compiler", "kernels.autotune"},
     "kernels.optim": {"kernels.compiler", "kernels.numerics"},
     "kernels.cross_entropy": {"kernels.compiler"},
+    "kernels.distillation": {"kernels.compiler", "kernels.cross_entropy"},
     "data.tokenizers": set(),
     "data": {"data.tokenizers"},
     "data.text": {"data", "data.tokenizers"},

@@ -19,6 +19,7 @@ from qtrain.models.hf.io import export_hf, generation_config
 from qtrain.models.hf.quantized_export import HeldCodes
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
 from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.distillation import Distillation, DistillOptions, as_distill
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.recompute import KINDS as RECOMPUTE_KINDS
 from qtrain.models.native.recompute import SETS as RECOMPUTE_SETS
@@ -42,6 +43,8 @@ __all__ = [
     "AdaptedOriginal",
     "Decoder",
     "Decoding",
+    "DistillOptions",
+    "Distillation",
     "ExportFormat",
     "Generation",
     "HeldCodes",
@@ -56,6 +59,7 @@ __all__ = [
     "VisionCost",
     "add_lora",
     "apply_recompute",
+    "as_distill",
     "as_lora",
     "build_model",
     "build_vision_model",

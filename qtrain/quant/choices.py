@@ -11,6 +11,7 @@ from torch import nn
 
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
+from qtrain.quant.attachments import cannot_swap
 from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -108,6 +109,8 @@ def reason_to_leave(
     # Not isinstance: a subclass may have a forward pass of its own, which the swap would drop.
     if type(linear) not in (nn.Linear, GroupedLinear):
         return f"a {type(linear).__name__}, not a plain linear"
+    if why := cannot_swap(linear):
+        return why
     if isinstance(linear, GroupedLinear) and choice.out_features % BLOCK_ROWS:
         return f"products of groups take matrices with rows in multiples of {BLOCK_ROWS}"
     # A rule that names the linear is stronger than flags that leave linears out.

@@ -2,8 +2,9 @@
 
 Afterwards the model is the one that would have been built with the new map: linears that stay in high precision are
 nn.Linear, the others LowBitLinear, and all draw the random bits of that model. Parameters are the same objects, so
-optimizers and checkpoints do not notice. Codes are made anew. The absmax history of linears that stay under delayed
-scaling is kept, for it is of their tensors, whatever the format; others begin without one.
+optimizers and checkpoints do not notice; hooks and attributes go with their linear. Codes are made anew. The absmax
+history of linears that stay under delayed scaling is kept, for it is of their tensors, whatever the format; others
+begin without one.
 
 What has been recorded of the steps before launches other kernels: recorded graphs are dropped by the number of
 assignments (`StepGraphs`), and a compiler notices that a module is another one.
@@ -16,8 +17,10 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.quant.attachments import LOW_BIT_LINEAR, carry_attachments
 from qtrain.quant.choices import LinearChoice, decide, reason_to_leave, shared_weights
 from qtrain.quant.compiled_layers import allow_kinds
 from qtrain.quant.grouped_linear import GroupedLinear
@@ -93,7 +96,11 @@ def _choose(
         return current
     choice = replace(current, reason=REASON, scheme=None, assigned=None, rounds_logits=False)
     why = None
-    if not scheme.leaves_all:
+    if parametrize.is_parametrized(linear):  # its weight is computed, and is no parameter that another could take
+        why = "its weight is parametrized"
+    elif "forward" in vars(linear):  # which calls the old module
+        why = "its forward pass is replaced"
+    elif not scheme.leaves_all:
         why = reason_to_leave(_plain(linear), current, scheme, REASON, True, 0)
         choice = decide(current, scheme, shared, linear.weight.device)
         why = why or choice.reason
@@ -118,6 +125,7 @@ def _plain(linear: LowBitLinear | nn.Linear) -> nn.Linear:
             groups = linear.groups.count
             plain = GroupedLinear(groups, linear.in_features, linear.out_features // groups)
     plain.weight, plain.bias = linear.weight, linear.bias
+    carry_attachments(linear, plain, LOW_BIT_LINEAR)
     return plain.train(linear.training)
 
 

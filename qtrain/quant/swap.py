@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
+from qtrain.quant.attachments import LINEAR, carry_attachments
 from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_linears, shared_weights
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel, SharedWeight
@@ -110,6 +111,7 @@ def swap(linear: nn.Linear, choice: LinearChoice, quantized: QuantizedModel) -> 
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         swapped = LowBitLinear(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
+    carry_attachments(linear, swapped, LINEAR)
     # The parameter of codes replaces the lazy one: it needs an initializer of its own.
     if (stored_format := scheme.stored_format) is not None and is_lazy(plain) and linear.weight is not plain:
 

@@ -56,7 +56,14 @@ from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import Forward
 from qtrain.train.step.in_backward import OptimizerInBackward
-from qtrain.train.step.step import ExpertBalance, apply_gradients, compute_gradients, eval_weights, set_lr
+from qtrain.train.step.step import (
+    ExpertBalance,
+    TeacherLoss,
+    apply_gradients,
+    compute_gradients,
+    eval_weights,
+    set_lr,
+)
 
 log = logging.getLogger("qtrain")
 
@@ -88,6 +95,7 @@ class Training:
         if run.device.type == "cpu":
             keep_freed_memory()
         self.balance = ExpertBalance(run.model, run.parallel.mesh, getattr(settings, "router_bias_rate", 0.0))
+        self.teacher_loss = TeacherLoss(run.model, run.parallel.mesh)
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
             assert graphs is None, "hooks do not run in the replay of a captured backward pass"
@@ -213,6 +221,7 @@ class Training:
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
         self.throughput.clock.begin()
+        self.teacher_loss.begin_step()  # after the health sample, which the teacher sees too
         gradients = compute_gradients(
             run.model,
             self.forward,
@@ -338,6 +347,7 @@ class Training:
             "loss": gradients.loss,
             "grad_norm": gradients.norm_value,
             "lr": lr,
+            **self.teacher_loss.metrics(),
             **self.balance.metrics(),
             **self._changed_map(),
             **self.spikes.record(),

@@ -14,12 +14,26 @@ from qtrain.quant.schemes.qat import WEIGHTS
 
 @pytest.mark.sweep
 def test_the_table_has_a_row_for_each_format_and_seed(tmp_path, capsys):
-    argv = ["--steps", "4", "--share", "0.5", "--weights", "int8", "--seeds", "3", "--device", "cpu"]
+    argv = [
+        "--steps",
+        "4",
+        "--share",
+        "0.5",
+        "--weights",
+        "int8",
+        "--seeds",
+        "3",
+        "--device",
+        "cpu",
+        "--distill",
+        "0.5",
+    ]
     qat_recovery.main([*argv, "--json", str(tmp_path / "a.json")])
     (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
     assert [row["name"] for row in table["rows"]] == ["int8, seed 3"]
-    assert set(table["rows"][0]["cells"]) == set(qat_recovery.COLUMNS)
-    assert "int8: recovered " in capsys.readouterr().out
+    assert set(table["rows"][0]["cells"]) == {*qat_recovery.COLUMNS, *qat_recovery.DISTILLED}
+    out = capsys.readouterr().out
+    assert "int8: recovered " in out and "int8, distilled: recovered " in out
 
 
 def test_both_ends_of_a_run_begin_with_its_weights_and_states():

@@ -24,6 +24,7 @@ from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
 from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
+from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
@@ -424,6 +425,13 @@ def updates() -> Iterator[Case]:
         labels = zeros(16, dtype=torch.int64)
         yield dtype is BF16, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 1000, dtype=d), y, 0.0, True)
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
+        for width, grad in ((1000, True), (151936, False)):
+            yield (
+                dtype is BF16 and grad,
+                lambda d=dtype, y=labels, w=width, g=grad: launch_distilled_cross_entropy(
+                    zeros(16, w, dtype=d), zeros(16, w, dtype=d), y, 1e-4, 0.5, 2.0, g
+                ),
+            )
 
 
 def frozen_weights() -> Iterator[Case]:

@@ -8,7 +8,7 @@ from qtrain.core.errors import UserError
 from qtrain.models import Lora, ModelSource, add_lora, build_model, compile_layers
 from qtrain.models.adapters.lora import LoraLinear
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.quant import SCHEMES, LowBitLinear, quantize_linears, reassign
+from qtrain.quant import SCHEMES, LowBitLinear, attachments, quantize_linears, reassign
 from qtrain.quant.scheme_map import scheme_of, with_overrides
 from qtrain.train.step.step import eval_weights
 from tests.models.families import batch
@@ -166,3 +166,95 @@ def test_the_map_of_sharded_weights_is_fixed():
     reassign(model, quantized, {})
     with pytest.raises(UserError, match="reassign: weights are gathered, so the schemes of linears stay"):
         reassign(model, quantized, schemes({"layers.0.attn.qkv": "bf16"}))
+
+
+# ---- what users attach to linears ------------------------------------------------------------------------------------
+
+
+class Attached:
+    """Hooks of every kind on a linear, which count, an attribute, a buffer and a submodule."""
+
+    def __init__(self, linear: nn.Module):
+        self.calls = dict.fromkeys(("pre", "forward", "backward", "state", "load"), 0)
+        self.handles = [
+            linear.register_forward_pre_hook(lambda *_: self.count("pre")),
+            linear.register_forward_hook(lambda *_, **__: self.count("forward"), with_kwargs=True, always_call=True),
+            linear.register_full_backward_hook(lambda *_: self.count("backward")),
+            linear.register_state_dict_post_hook(lambda *_: self.count("state")),
+            linear.register_load_state_dict_post_hook(lambda *_: self.count("load")),
+        ]
+        linear.note, linear.inner = "a user's", nn.Identity()
+        linear.register_buffer("kept", torch.ones(3))
+        linear.register_buffer("scratch", torch.ones(3), persistent=False)
+
+    def count(self, kind: str) -> None:
+        self.calls[kind] += 1
+
+    def check(self, model: nn.Module, name: str) -> None:
+        """All are on the linear of this name."""
+        linear = model.get_submodule(name)
+        before, (ids, labels) = dict(self.calls), batch()
+        model(ids, labels).loss.backward()
+        state = model.state_dict()
+        model.load_state_dict(state)
+        assert {kind: n - before[kind] for kind, n in self.calls.items()} == dict.fromkeys(self.calls, 1)
+        assert linear.note == "a user's" and isinstance(linear.inner, nn.Identity)
+        assert f"{name}.kept" in state and linear.scratch.sum() == 3 and f"{name}.scratch" not in state
+
+
+def test_hooks_and_attributes_go_with_their_linear():
+    """From the build on, through each change of scheme, and their handles still remove them."""
+    model, name = tiny(), "layers.1.attn.qkv"
+    attached = Attached(model.get_submodule(name))
+    quantized = quantize_linears(model, INT8, seed=3, head=model.lm_head)
+    attached.check(model, name)
+    for spec in ("bf16", DELAYED, "fp8_rowwise", "bf16", "int8"):
+        reassign(model, quantized, schemes({name: spec}))
+        assert type(model.get_submodule(name)) is (nn.Linear if spec == "bf16" else LowBitLinear)
+        attached.check(model, name)
+    before = dict(attached.calls)
+    for handle in attached.handles:
+        handle.remove()
+    model(*batch()).loss.backward()
+    model.load_state_dict(model.state_dict())
+    assert attached.calls == before
+
+
+def test_a_low_bit_linear_has_the_names_that_are_its_own():
+    _, quantized = mixed({"*.qkv": DELAYED})
+    for linear in quantized.linears:
+        assert not attachments.attached(linear, attachments.LOW_BIT_LINEAR)
+    names = {name for linear in quantized.linears for name in (*vars(linear), *linear._buffers, *linear._modules)}
+    assert names | {"weight"} | attachments.MODULE == attachments.LOW_BIT_LINEAR | attachments.MODULE
+
+
+def test_linears_that_cannot_be_swapped_stay_as_they_are_and_say_why():
+    model = tiny()
+    layer, other = model.layers
+    torch.nn.utils.weight_norm(layer.attn.o_proj)
+    torch.nn.utils.parametrizations.weight_norm(layer.mlp.gate_up)
+    layer.mlp.down_proj.probe = "a user's"
+    forward = other.attn.o_proj.forward
+    other.attn.o_proj.forward = lambda x: 2 * forward(x)
+    expected = model(batch()[0])
+    quantized = quantize_linears(model, INT8, seed=3, head=model.lm_head)
+    reasons = {choice.name: choice.reason for choice in quantized.choices}
+    assert reasons["layers.0.attn.o_proj"] == "its weight is computed from others (weight_g, weight_v)"
+    assert reasons["layers.0.mlp.gate_up"] == "a ParametrizedLinear, not a plain linear"
+    assert reasons["layers.0.mlp.down_proj"] == "its attribute 'probe' is one that a low-bit linear has for itself"
+    assert reasons["layers.1.attn.o_proj"] == "its forward pass is replaced" and len(quantized.linears) == 4
+    assert torch.allclose(model(batch()[0]), expected, atol=0.2 * expected.abs().max().item())
+    for name in ("layers.0.attn.o_proj", "layers.0.mlp.gate_up", "layers.0.mlp.down_proj", "layers.1.attn.o_proj"):
+        with pytest.raises(UserError, match=f"reassign: {name} cannot run in fp8_rowwise: "):
+            reassign(model, quantized, schemes({name: "fp8_rowwise"}))
+
+
+def test_a_low_bit_linear_that_a_user_has_changed_keeps_its_scheme():
+    model, quantized = mixed({})
+    torch.nn.utils.parametrize.register_parametrization(model.layers[0].attn.qkv, "weight", nn.Identity())
+    with pytest.raises(UserError, match=r"layers.0.attn.qkv cannot run in bf16: its weight is parametrized"):
+        reassign(model, quantized, schemes({"layers.0.attn.qkv": "bf16"}))
+    model.layers[1].attn.qkv.forward = model.layers[1].attn.qkv.forward
+    with pytest.raises(UserError, match=r"layers.1.attn.qkv cannot run in bf16: its forward pass is replaced"):
+        reassign(model, quantized, schemes({"layers.1.attn.qkv": "bf16"}))
+    assert quantized.assignments == 0

@@ -91,15 +91,15 @@ def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> f
 
 class HostGradientBytes(NamedTuple):
     """Of weights that train in host memory. sums: there, of gradients; buffer: on the device, through which they pass;
-    layer: gradients of one; last: those that exist at the end of the backward pass; arriving, arriving_head: the weight
-    of a linear that is there while its codes are computed."""
+    layer: gradients of one; last: those that exist at the end of the backward pass; arriving: the weight of a linear
+    that is there while its codes are computed, as another layer's backward runs; that of the head is gone before the
+    loss."""
 
     sums: int
     buffer: int
     layer: int
     last: int
     arriving: int
-    arriving_head: int
 
 
 def host_gradients(
@@ -111,9 +111,6 @@ def host_gradients(
     arriving = {weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)}
     sharded = list(_sharded(config, low_bit, element, linears))
     largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
-    arriving_head = max(
-        (elements for name, elements, linear in sharded if name == HEAD and linear.codes_only), default=0
-    )
     return HostGradientBytes(
         sums=element * (embedding * matrix + sum(elements for _, elements, _ in sharded)),
         buffer=min(PIECE_BYTES, element * largest),
@@ -121,7 +118,6 @@ def host_gradients(
         # Of the unit that is added, and of the one whose backward pass runs meanwhile.
         last=layer + max(layer, embedding * element * matrix),
         arriving=element * max(arriving),
-        arriving_head=element * arriving_head,
     )
 
 

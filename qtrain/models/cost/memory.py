@@ -12,7 +12,8 @@ The peak is one of these moments (`MemoryEstimate.moments`):
   (4·V·C) and one chunk of logits, of a quantized head with the codes of their gradient;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
   the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
-  recomputation also that layer's own tensors) or at its end (all gradients, one layer);
+  recomputation also that layer's own tensors) or at its end (one layer, and all gradients but the embedding's and those
+  that this layer is still to compute; or all of them);
 - optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
@@ -36,7 +37,7 @@ from typing import NamedTuple
 from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients
+from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory, host_gradients, trained_ends
 from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
 from qtrain.models.cost.saved_activations import (
     LayerKind,
@@ -62,7 +63,7 @@ class StepShape:
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
     are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
     gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of
-    dense MLPs, with the kind `block`; 0: all at once."""
+    dense MLPs, with the kind `block`; 0: all at once; documents: positions restart within a sequence."""
 
     micro_batch_size: int
     seq_len: int
@@ -76,6 +77,7 @@ class StepShape:
     weights_on_host: bool = False
     gradients_on_host: bool = False
     mlp_chunks: int = 0
+    documents: bool = False
 
     @property
     def tokens(self) -> int:
@@ -133,12 +135,12 @@ class MemoryEstimate:
     backward: int
     """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
     at_end: int
-    """The same at the end of the backward pass."""
+    """The same at the end of the backward pass, of the first layer or of the embedding."""
     workspace: int
     held: int
     """Gradients of earlier micro-batches, which exist during the forward pass."""
     one_layer: int
-    """One layer's share of `activations`."""
+    """What is left of `activations` at the end of the backward pass."""
     build: Mapping[str, int]
     """While the model is built: the weights that are there, and what the one that gets its value takes besides."""
     at_step: int
@@ -149,6 +151,8 @@ class MemoryEstimate:
     """The optimizer steps within the backward pass."""
     host: Mapping[str, int]
     """In pinned host memory, by the names of --offload."""
+    teacher: int = 0
+    """Temporaries of a teacher's forward pass, before that of the model (`teacher.py`)."""
 
     @property
     def moments(self) -> dict[str, Mapping[str, int]]:
@@ -156,6 +160,7 @@ class MemoryEstimate:
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
         # (gradients, activations, temporaries), as `kinds` below names them.
         moments = {
+            **({"the teacher's forward pass": (self.held, 0, self.teacher)} if self.teacher else {}),
             "the loss": (self.held, self.activations, self.loss),
             "the start of backward": (self.held, self.activations, self.backward),
             "the end of backward": (self.gradients, self.one_layer, self.at_end),
@@ -217,13 +222,17 @@ def estimate_memory(
     kinds = layer_kinds(config, step.tokens, low_bit)
     saved = [kept(kind, step.recompute) for kind in kinds]
 
-    def in_backward(kind: LayerKind, own: float) -> float:
-        # Bytes per token that come back while a layer is computed again.
-        recomputed, in_mlp = max(0.0, kept(kind, frozenset()) - own), 0.0
-        if step.mlp_chunks:
-            mlp_names = mlp_tensors(config, step.compiled, step.element, kind.low_bit)
-            in_mlp = sum(size for name, size in tensors(kind, frozenset()).items() if name in mlp_names)
-        return _backward_bytes(config, step, kind.low_bit, trained, recomputed, in_mlp)
+    def in_backward(kind: LayerKind, own: float) -> LayerBackward:
+        every = tensors(kind, frozenset())
+        names = set() if kind.rows else mlp_tensors(config, step.compiled, step.element, kind.low_bit)
+        of_mlp = sum(size for name, size in every.items() if name in names)
+        recomputed = at_mlp = max(0.0, sum(every.values()) - own)
+        # A layer that keeps the stream between its halves computes attention's half again after the MLP's backward,
+        # without a compiler if it is a region of its own.
+        if not kind.rows and "block" not in step.recompute and (step.compiled or "norm" not in step.recompute):
+            kept_of_mlp = sum(size for name, size in tensors(kind, step.recompute).items() if name in names)
+            at_mlp = min(recomputed, max(0.0, of_mlp - kept_of_mlp))
+        return _backward_bytes(config, step, kind.low_bit, trained, Recomputed(recomputed, at_mlp, of_mlp))
 
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
@@ -234,8 +243,13 @@ def estimate_memory(
     built = weights - trained.added_bytes(step.element)
     build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
     loss = _loss_bytes(config, step, low_bit, trained)
-    in_layer, in_head = max(map(in_backward, kinds, saved)), _head_backward_bytes(config, step, low_bit, trained)
+    # Of each moment the widest layer.
+    layer = LayerBackward(*map(max, zip(*map(in_backward, kinds, saved), strict=True)))
+    in_head = _head_backward_bytes(config, step, low_bit, trained)
     head_bytes = step.element * _head_elements(config, trained)
+    # The head's gradient is there while layers run; where it is added to another, or its weight updated, at once it is
+    # not, unless it waits for that of a tied embedding.
+    at_layers = head_bytes if config.tie_word_embeddings or not (step.accumulates or step.in_backward) else 0
     if reshards:
         full = full_shard_memory(
             config,
@@ -251,7 +265,7 @@ def estimate_memory(
         )
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
-        gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
+        gradients, loss, at_layers = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
         master_bytes = 0 if sums else master_bytes  # rounded in the memory of the sums
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
@@ -263,28 +277,37 @@ def estimate_memory(
         moved = host_gradients(config, step.element, low_bit, trained, largest_layer=_largest_layer(config))
         stays = trained.bytes - moved.sums
         at_step, held = stays + moved.buffer, moved.buffer + (stays if step.accumulates else 0)
-        gradients, head_bytes = at_step + moved.last, step.element * _head_elements(config, trained) + moved.layer
-        loss, in_layer = loss + moved.arriving_head, in_layer + moved.arriving
+        # Of the head, or of the layer before, while they are added to the sums.
+        gradients, at_layers = at_step + moved.last, max(head_bytes, moved.layer)
+        layer = LayerBackward(layer.mlp + moved.arriving, layer.attention + moved.arriving)
         on_host["gradients"] = moved.sums
     residual = step.tokens * config.hidden_size * step.element
     residuals = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if residuals:
         on_host["residuals"] = residuals
-    at_end = in_layer if reshards else max(in_layer + head_bytes, in_head)
     # That of the layer before comes back while a layer's backward runs.
-    backward = max(in_layer + (residual if residuals else 0) + head_bytes, in_head)
+    last_layer = layer.at_most(_layer_gradients(config, trained, config.num_hidden_layers - 1))
+    backward = max(last_layer + (residual if residuals else 0) + at_layers, in_head)
+    # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
+    of_position = 4 * config.rope_dim
+    gathered = step.documents * step.tokens * of_position
+    one_layer = step.tokens * max(saved) + gathered
+    end = EndOfBackward(gradients, one_layer, max(layer))
+    if not (reshards or step.in_backward or step.gradients_on_host):
+        end = _end_of_backward(config, step, trained, layer, one_layer)
     return MemoryEstimate(
         weights=weights,
-        gradients=gradients,
+        gradients=round(end.gradients),
         optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(step.tokens * sum(kind.count * own for kind, own in zip(kinds, saved, strict=True)))
-        - residuals,
+        - residuals
+        + gathered,
         loss=round(loss),
         backward=round(backward),
-        at_end=round(at_end),
-        workspace=CUDA_WORKSPACE,
+        at_end=round(end.temporaries),
+        workspace=CUDA_WORKSPACE + step.seq_len * of_position,
         held=held,
-        one_layer=round(step.tokens * max(saved)),
+        one_layer=round(end.activations),
         build=build,
         at_step=at_step,
         step=round(step_bytes * share.states + master_bytes),
@@ -369,16 +392,79 @@ def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
     return 4 if low_bit.head is None or _has_chunks(step) else step.element
 
 
+class LayerGradients(NamedTuple):
+    """Bytes of the gradients of a layer's weights, by half."""
+
+    mlp: float
+    attention: float
+
+
+class LayerBackward(NamedTuple):
+    """Bytes of temporaries of a layer's backward pass at its two widest moments, without gradients of weights."""
+
+    mlp: float
+    attention: float
+
+    def at_most(self, gradients: LayerGradients) -> float:
+        """With the gradients of weights that exist by then: none in the MLP, in attention those of the MLP."""
+        return max(self.mlp, self.attention + gradients.mlp)
+
+
+class Recomputed(NamedTuple):
+    """Bytes per token of a layer's own tensors that backward computes again. at_mlp: those that exist while the MLP's
+    backward runs; of_mlp: all that the MLP keeps where nothing is recomputed."""
+
+    layer: float
+    at_mlp: float
+    of_mlp: float
+
+
+class EndOfBackward(NamedTuple):
+    """Bytes at the widest moment of the end of the backward pass."""
+
+    gradients: float
+    activations: float
+    temporaries: float
+
+
+def _layer_gradients(config: ModelConfig, trained: TrainedPart, index: int) -> LayerGradients:
+    """Of the layer `index`; of adapters, which are small, those of a dense MLP."""
+    if trained.adapters:
+        return LayerGradients(trained.element * trained.mlp_elements(config), 0.0)
+    sizes = {name: trained.element * n.weights for name, n in layer_linears(config).items()}
+    dense = sum(sizes.pop(name, 0) for name in ("gate_up", "down_proj"))
+    routed = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
+    return LayerGradients(routed if index in config.moe_layers else dense, sum(sizes.values()))
+
+
+def _end_of_backward(
+    config: ModelConfig, step: StepShape, trained: TrainedPart, layer: LayerBackward, one_layer: float
+) -> EndOfBackward:
+    """Of a model whose gradients all stay. one_layer: what the first layer keeps."""
+    matrix, (embedding, _) = step.element * config.vocab_size * config.hidden_size, trained_ends(config, trained)
+    own, tied = _layer_gradients(config, trained, 0), config.tie_word_embeddings and trained.head
+    # A tied embedding's gradient, and its sum with the head's, which waits for it; then what an earlier sum receives.
+    at_embedding = matrix * ((embedding or tied) * step.accumulates + 2 * tied)
+    ends = [EndOfBackward(trained.bytes, 0.0, step.tokens * config.hidden_size * step.element + at_embedding)]
+    if step.accumulates:
+        waiting = matrix * tied
+        ends.append(EndOfBackward(trained.bytes, one_layer, layer.at_most(own) + waiting))
+    else:
+        # Those of the embedding, and of what is still to be computed in the first layer, do not exist yet.
+        before = trained.bytes - matrix * embedding
+        ends.append(EndOfBackward(before - own.mlp - own.attention, one_layer, layer.mlp))
+        ends.append(EndOfBackward(before - own.attention, one_layer, layer.attention))
+    return max(ends, key=sum)
+
+
 def _backward_bytes(
     config: ModelConfig,
     step: StepShape,
     low_bit: LowBitBytes,
     trained: TrainedPart,
-    recomputed: float,
-    mlp_bytes: float,
-) -> float:
-    """Of a layer, without the head's gradient. low_bit: of this layer. recomputed: bytes per token of its own tensors
-    that backward computes again; mlp_bytes: those of them that exist for a chunk of tokens, with `mlp_chunks`."""
+    recomputed: Recomputed,
+) -> LayerBackward:
+    """Of a layer, without the head's gradient. low_bit: of this layer."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
@@ -401,17 +487,31 @@ def _backward_bytes(
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
     input_widths = config.qkv_size if config.mla is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + input_widths * element
+    # Weights in the form that one product reads, while it runs.
+    read = {name: weights * linear.temporary for name, _, weights, linear in low_bit.linears(config)}
     if step.mlp_chunks and not rows:
         # The gradient that comes in; of a chunk its input, and the gradient of that.
-        at_chunk = tokens * c * element + step.mlp_rows * (mlp_bytes + in_mlp + 2 * c * element)
-        sums = trained.mlp_elements(config) * trained.element
-        at_chunk += sums + (step.mlp_rows < tokens) * trained.mlp_elements(config) * 4
-        in_layer = max(at_chunk, tokens * (2 * c * element + in_attention) + sums) + tokens * (recomputed - mlp_bytes)
-    else:
-        if not rows:
-            in_attention -= (inner + c) * element + 2 * inner * gate_up_element
-        in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
-    return in_layer + max(weights * linear.temporary for _, _, weights, linear in low_bit.linears(config))
+        at_chunk = tokens * c * element + step.mlp_rows * (recomputed.of_mlp + in_mlp + 2 * c * element)
+        sums, outside = trained.mlp_elements(config) * trained.element, tokens * (recomputed.layer - recomputed.of_mlp)
+        at_chunk += sums + (step.mlp_rows < tokens) * trained.mlp_elements(config) * 4 + outside
+        at_attention = tokens * (2 * c * element + in_attention) + outside
+        return LayerBackward(at_chunk + max(read.values()), at_attention + max(read.values()))
+    stream = 2 * c * element
+    at_attention = tokens * (stream + in_attention + recomputed.layer)
+    if rows:
+        at_mlp = tokens * (stream + in_mlp + recomputed.at_mlp)
+        return LayerBackward(at_mlp + max(read.values()), at_attention + max(read.values()))
+    gate_up = 2 * inner * gate_up_element
+    at_attention -= tokens * ((inner + c) * element + gate_up)
+    # The activation's gradient by down's product; then SwiGLU's backward, which reads no weight; then the gradient of
+    # gate_up's input, when gate_up's output and the activation's gradient are freed.
+    own = {"down_proj": inner * element, "": in_mlp, "gate_up": in_mlp - inner * element - gate_up + c * element}
+    at_mlp = max(tokens * size + read.get(name, 0.0) for name, size in own.items())
+    if not (low_bit.swiglu_codes or low_bit.down_input_recomputed):
+        # gate_up's gradient is in memory when it is quantized, with its codes.
+        at_mlp = max(at_mlp, tokens * 2 * inner * (element + low_bit.layer["gate_up"].dy_codes))
+    in_halves = max(size for name, size in read.items() if name not in own)
+    return LayerBackward(at_mlp + tokens * (stream + recomputed.at_mlp), at_attention + in_halves)
 
 
 def _head_backward_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:

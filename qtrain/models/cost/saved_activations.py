@@ -88,8 +88,9 @@ class LinearBytes:
     read and written for such codes in each micro-batch, where they take the place of kept ones. codes_only: codes are
     all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
     place; 0: the weight itself. x_quantizer, dy_quantizer: per element of its input, and of its output's gradient, what
-    is read and written where they are quantized. adapter_passes: times that an element of its output, or of its input's
-    gradient, is read or written where the product of adapters is added.
+    is read and written where they are quantized. dy_codes: of that gradient's codes, all layouts. adapter_passes: times
+    that an element of its output, or of its input's gradient, is read or written where the product of adapters is
+    added.
     """
 
     weight: float
@@ -101,6 +102,7 @@ class LinearBytes:
     wire: float = 0.0
     x_quantizer: float = 0.0
     dy_quantizer: float = 0.0
+    dy_codes: float = 0.0
     adapter_passes: float = 0.0
 
 

@@ -15,8 +15,9 @@ from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
+from qtrain.models.native.distillation import Distillation
 from qtrain.models.native.expert_load import ExpertLoad
-from qtrain.models.native.loss import LossSums, linear_cross_entropy
+from qtrain.models.native.loss import EntropyOf, LossSums, linear_cross_entropy, plain_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.mlp_chunks import run_in_chunks
@@ -90,9 +91,12 @@ class Output(nn.Module):
         labels: Tensor | None = None,
         chunks: int = 0,
         z_loss: float = 0.0,
+        entropy_of: EntropyOf = plain_entropy,
     ) -> Tensor | LossSums:
         """Logits of the stream x [..., C] that leaves the last norm; with labels [T] the loss of its T tokens."""
-        return head(x) if labels is None else linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss)
+        if labels is None:
+            return head(x)
+        return linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss, entropy_of)
 
 
 class Decoder(nn.Module):
@@ -128,6 +132,8 @@ class Decoder(nn.Module):
         """How processes split the parameters; None: this one holds all."""
         self.residual_offload: ResidualOffload | None = None
         """What keeps layers' inputs in host memory for backward; None: they stay on the device."""
+        self.distillation: Distillation | None = None
+        """The teacher whose distribution the training loss follows too; None: cross-entropy alone."""
         self.shards_sequence = False
         """Whether processes shard the residual stream along tokens in training."""
         self.make_norm: Callable[..., nn.Module] = nn.RMSNorm
@@ -196,6 +202,21 @@ class Decoder(nn.Module):
         Without labels: logits [B, S, V] in the model's dtype. With labels (already shifted; -100 is ignored): sums over
         the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
         """
+        entropy_of = plain_entropy
+        if labels is not None and self.distillation is not None and torch.is_grad_enabled():
+            # The teacher runs first, while backward of this model keeps nothing yet.
+            entropy_of = self.distillation.entropy_of(input_ids, doc_ids)
+        x, info, routed = self.hidden_states(input_ids, doc_ids)
+        if labels is None:
+            return self.output(x, self.lm_head, info)
+        options = self.loss_chunks, self.z_loss, entropy_of
+        sums = LossSums(*self.output(x, self.lm_head, info, labels.flatten(), *options))
+        return sums if not routed or not torch.is_grad_enabled() else self._with_routers(sums, routed, labels)
+
+    def hidden_states(
+        self, input_ids: Tensor, doc_ids: Tensor | None = None
+    ) -> tuple[Tensor, SequenceInfo, list[list[Tensor]]]:
+        """The stream [B, S, C] that leaves the last norm, and what each router returns."""
         batch, seq_len = input_ids.shape
         cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, input_ids.device)
         if doc_ids is not None:
@@ -210,11 +231,7 @@ class Decoder(nn.Module):
             run = layer if self.residual_offload is None else partial(self.residual_offload.run, index, layer)
             x, *router_out = outputs(run(x, info))
             routed += [router_out] if router_out else []
-        x = self.norm(x)
-        if labels is None:
-            return self.output(x, self.lm_head, info)
-        sums = LossSums(*self.output(x, self.lm_head, info, labels.flatten(), self.loss_chunks, self.z_loss))
-        return sums if not routed or not torch.is_grad_enabled() else self._with_routers(sums, routed, labels)
+        return self.norm(x), info, routed
 
     def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""

@@ -32,6 +32,12 @@ class LossSums(NamedTuple):
 
 Entropy = Callable[[Tensor, Tensor, float, bool], Tensor]
 """As `cross_entropy`: (logits [t, V], labels [t], z_loss, with_grad) -> fp32 [2, t], loss and nll of each row."""
+EntropyOf = Callable[[slice], Entropy]
+"""The entropy of a chunk of tokens."""
+
+
+def plain_entropy(chunk: slice) -> Entropy:
+    return cross_entropy
 
 
 def linear_cross_entropy(
@@ -40,23 +46,24 @@ def linear_cross_entropy(
     labels: Tensor,
     chunks: int = 0,
     z_loss: float = 0.0,
-    entropy: Entropy = cross_entropy,
+    entropy_of: EntropyOf = plain_entropy,
 ) -> LossSums:
     """Cross-entropy of head(hidden) against labels, summed.
 
     hidden [T, C], labels int64 [T] (-100 is ignored), chunks >= 1, or 0 to choose by size. z_loss adds
-    z_loss * logsumexp(logits)² per token (PaLM, arXiv:2204.02311).
+    z_loss * logsumexp(logits)² per token (PaLM, arXiv:2204.02311). entropy_of: what is computed instead.
     """
     rows = chunk_rows(hidden.shape[0], chunks, hidden.is_cuda)
     if torch.is_grad_enabled():
         if type(head).forward is nn.Linear.forward and head.bias is None:
-            return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss, entropy))
+            return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss, entropy_of))
         trained = [p for p in head.parameters() if p.requires_grad]
-        return LossSums(*_AnyHead.apply(hidden, labels, rows, z_loss, entropy, head, *trained))
+        return LossSums(*_AnyHead.apply(hidden, labels, rows, z_loss, entropy_of, head, *trained))
     loss, nll = hidden.new_zeros((2,), dtype=torch.float32)
-    for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        chunk = cross_entropy_sums(head(x), y, z_loss, entropy)
-        loss, nll = loss + chunk.loss, nll + chunk.nll
+    for start in range(0, hidden.shape[0], rows):
+        chunk = slice(start, start + rows)
+        sums = cross_entropy_sums(head(hidden[chunk]), labels[chunk], z_loss, entropy_of(chunk))
+        loss, nll = loss + sums.loss, nll + sums.nll
     return LossSums(loss, nll)
 
 
@@ -83,7 +90,7 @@ class _PlainHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, z_loss: float, entropy: Entropy
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, z_loss: float, entropy_of: EntropyOf
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -94,9 +101,10 @@ class _PlainHead(torch.autograd.Function):
         def one_chunk(start: int) -> Tensor:  # a function, so that its logits are freed before the next are allocated
             chunk = slice(start, start + rows)
             logits = hidden[chunk] @ weight.t()  # [t, V]
-            sums = entropy(logits, labels[chunk], z_loss, needs_hidden or needs_weight).sum(dim=1)
+            with_grad = needs_hidden or needs_weight
+            sums = entropy_of(chunk)(logits, labels[chunk], z_loss, with_grad).sum(dim=1)
             if grad_hidden is not None:
-                # [t, V] · [V, C]: `entropy` has put the gradient where the logits were.
+                # [t, V] · [V, C]: the entropy has put the gradient where the logits were.
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), hidden[chunk], first=start == 0)
@@ -120,7 +128,7 @@ class _AnyHead(torch.autograd.Function):
         labels: Tensor,
         rows: int,
         z_loss: float,
-        entropy: Entropy,
+        entropy_of: EntropyOf,
         head: nn.Module,
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -137,7 +145,7 @@ class _AnyHead(torch.autograd.Function):
             # Taken before the logits are overwritten: a view that has changed since gets a backward of copies.
             edge = get_gradient_edge(logits) if logits.requires_grad else None
             gradient = logits.detach()  # in the same memory
-            sums = entropy(gradient, labels[chunk], z_loss, edge is not None).sum(dim=1)
+            sums = entropy_of(chunk)(gradient, labels[chunk], z_loss, edge is not None).sum(dim=1)
             if edge is None:
                 return sums
             found = torch.autograd.grad(edge, [x, *trained] if needs_hidden else trained, gradient)

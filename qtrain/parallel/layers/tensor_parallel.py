@@ -21,7 +21,7 @@ from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.native.attention import Attention, SequenceInfo
 from qtrain.models.native.decoder import Embedding, Output
-from qtrain.models.native.loss import LossSums, linear_cross_entropy
+from qtrain.models.native.loss import EntropyOf, LossSums, linear_cross_entropy, plain_entropy
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import MoE
 from qtrain.models.native.router import Routing, TokenSum
@@ -139,13 +139,14 @@ class TPOutput(Output):
         labels: Tensor | None = None,
         chunks: int = 0,
         z_loss: float = 0.0,
+        entropy_of: EntropyOf = plain_entropy,
     ) -> Tensor | LossSums:
         group = self.stream.group
         x = self.stream.enter(x, info)
         if labels is None:
             return self._logits(head(x).detach())
         entropy = partial(sharded_cross_entropy, group=group, first=self.vocabulary[group.rank][0])
-        return linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss, entropy)
+        return linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss, lambda chunk: entropy)
 
     def _logits(self, own: Tensor) -> Tensor:
         """Logits [..., V] of the full vocabulary on all ranks; not differentiable."""

@@ -10,10 +10,13 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.models import (
+    Distillation,
+    DistillOptions,
     ModelConfig,
     ModelSource,
     ResidualOffload,
     apply_recompute,
+    as_distill,
     build_model,
     compile_layers,
     empty_model,
@@ -44,6 +47,37 @@ from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The model of --distill."""
+
+    source: ModelSource
+    config: ModelConfig
+    options: DistillOptions
+
+    @classmethod
+    def of(cls, settings: LanguageSettings, student: ModelConfig | MaybeNone) -> "Teacher | None":
+        """None without --distill. UserError for a model that cannot teach `student`."""
+        if settings.distill is None:
+            return None
+        options, flag = as_distill(settings.distill), "--distill.teacher"
+        source = read_model_source(options.teacher, flag)
+        refuse_absurd(source.config, flag)
+        if not source.has_weights:
+            raise UserError(f"{flag}: {source.name} is a shape without weights; give a hub id or a folder with some.")
+        config = source.model_config()
+        if config.vocab_size != student.vocab_size:
+            raise UserError(
+                f"{flag}: {source.name} has a vocabulary of {config.vocab_size:,} tokens, and --model {settings.model} "
+                f"of {student.vocab_size:,}; give a teacher with the student's tokenizer and vocabulary."
+            )
+        return cls(source, config, options)
+
+    def build(self, checked: CheckedSettings) -> Distillation:
+        model = build_model(self.source, device=checked.device, dtype=checked.dtype, pretrained=True)
+        return Distillation(model, self.options)
+
+
+@dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
     """A causal language model. config: None for one that only transformers knows (--model_impl hf). parts: how ranks
     divide it; None: each has all of it."""
@@ -57,6 +91,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
     """The plan's line on the rows of --ep."""
     declared: DeclaredCodes | MaybeNone = None
     """The matrices of the weights to be loaded that are codes."""
+    teacher: Teacher | None = None
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
@@ -83,7 +118,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         rows = describe_rows(config.mixture, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
         loads = config is not None and settings.pretrained and source.has_weights
         declared = source.declared_codes() if loads else None
-        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows, declared)
+        teacher = Teacher.of(settings, config)
+        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows, declared, teacher)
 
     @property
     def rank_config(self) -> ModelConfig | None:
@@ -156,6 +192,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if not isinstance(model, Decoder):
             return model
+        if self.teacher is not None:
+            model.distillation = self.teacher.build(checked)
         if "residuals" in checked.offload:
             model.residual_offload = ResidualOffload(len(model.layers))
         if self.config.moe is not None:
@@ -171,6 +209,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
 
     def compile(self, model: Decoder | HfModel) -> None:
         compile_layers(model)
+        if isinstance(model, Decoder) and model.distillation is not None:
+            compile_layers(model.distillation.teacher)
 
     def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
         return linears_without_codes(self.declared, self._empty_decoder) if keeps_codes(scheme) else {}
@@ -192,6 +232,12 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         notes += [self.expert_rows] if self.expert_rows else []
         if self.impl == "native":
             notes += _split_mlps(linears)
+        if self.teacher is not None:
+            options = self.teacher.options
+            notes.append(
+                f"teacher {options.teacher}: {options.weight:g} of the loss is KL(teacher || student) at temperature "
+                f"{options.temperature:g}"
+            )
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)
         positions = self.positions
@@ -231,7 +277,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         data: Sequence[str],
         trained: TrainedPart | None,
     ) -> Plan:
-        return plan_language_run(checked, self.config, linears, hardware, data, trained)
+        teacher = None if self.teacher is None else self.teacher.config
+        return plan_language_run(checked, self.config, linears, hardware, data, trained, teacher)
 
 
 def _native_config(source: ModelSource, settings: LanguageSettings) -> ModelConfig | MaybeNone:

@@ -22,6 +22,7 @@ from qtrain.models.cost.parameters import (
 )
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.step_traffic import between_products, moved_bytes
+from qtrain.models.cost.teacher import teacher_flops, with_teacher
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
@@ -36,12 +37,13 @@ from qtrain.train.plan.scheme_bytes import (
     adapter_passes,
     code_bytes,
     kept_input_bytes,
+    operand_code_bytes,
     other_layout_bytes,
     quantizer_bytes,
     weight_bytes,
 )
 from qtrain.train.plan.sharding import fullest_share
-from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
+from qtrain.train.plan.step_time import MEASURED_SEQUENCE, TEACHER, BetweenProducts
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,
@@ -54,7 +56,7 @@ from qtrain.train.plan.traffic import (
 )
 from qtrain.train.settings.machine import reserves_every_routing
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
-from qtrain.train.settings.settings import TrainSettings
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
 
 def plan_language_run(
@@ -64,9 +66,10 @@ def plan_language_run(
     hardware: Hardware,
     data: Sequence[str],
     trained: TrainedPart | None = None,
+    teacher: ModelConfig | None = None,
 ) -> Plan:
     """model_config: None for an architecture that has no native decoder; the plan then has no figures. trained: what
-    trains, where not everything does."""
+    trains, where not everything does. teacher: of --distill."""
     settings = checked.language
     if model_config is None:
         return make_plan(checked, linears, hardware, data, None, per_sample=settings.seq_len)
@@ -83,18 +86,21 @@ def plan_language_run(
 
     def memory_on(mesh: Mesh, reshards: bool) -> Peak:
         planned = replace(checked, mesh=mesh, reshards=reshards)
-        return language_memory(planned, own_config, linears, trained).at_peak
+        return language_memory(planned, own_config, linears, trained, teacher).at_peak
 
+    flops = flops if trained is None else trained.flops(flops)
+    if teacher is not None:
+        flops = {**flops, TEACHER: teacher_flops(teacher, settings.seq_len)}
     figures = Figures(
         active=counted.active if counted.inactive else None,
-        flops=flops if trained is None else trained.flops(flops),
+        flops=flops,
         # A mixture's token uses some of the experts: their GEMMs count with the share that runs.
         work={n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears},
         frozen=trained is not None and bool(trained.adapters),
         moe=model_config.moe is not None,
         again=forward_again(model_config, recompute_kinds(settings)),
         memory_on=memory_on,
-        between=_between_products(checked, model_config, linears, trained, low_bit),
+        between=_between_products(checked, model_config, linears, trained, low_bit, teacher),
         # A tied one stays.
         embedding_bytes=0.0 if model_config.tie_word_embeddings else counted.embedding / 2 * checked.dtype.itemsize,
         moved_bytes=moved_bytes(
@@ -116,12 +122,16 @@ def _between_products(
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
     low_bit: LowBitBytes,
+    teacher: ModelConfig | None,
 ) -> BetweenProducts:
     """low_bit: of the run."""
     step, adapters = _step_shape(checked), trained.adapters if trained else ()
     in_full = _low_bit_bytes(checked, model_config, linears, None) if adapters else low_bit
+    run = between_products(model_config, step, low_bit, adapters)
+    if teacher is not None:  # a forward pass: a third, as `token_seconds` divides them
+        run += between_products(teacher, replace(step, recompute=frozenset()), LowBitBytes.plain(step.element)) / 3
     return BetweenProducts(
-        run=between_products(model_config, step, low_bit, adapters),
+        run=run,
         measured=between_products(model_config, replace(step, recompute=frozenset()), in_full),
         flops=_flops_by_kind(model_config, MEASURED_SEQUENCE),
     )
@@ -262,9 +272,10 @@ def language_memory(
     model_config: ModelConfig,
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
+    teacher: ModelConfig | None = None,
 ) -> MemoryEstimate:
     """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that --tp
-    shards the tokens too is not counted."""
+    shards the tokens too is not counted. teacher: of --distill."""
     adapted = trained is not None and bool(trained.adapters)
     low_bit = _low_bit_bytes(checked, model_config, linears, trained)
     trained = trained or all_of(model_config, checked.dtype.itemsize)
@@ -289,7 +300,7 @@ def language_memory(
         ]
     optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
     codes_only = {linear.shape for linear in linears if _codes_only(linear, adapted)}
-    return estimate_memory(
+    estimate = estimate_memory(
         model_config,
         _step_shape(checked),
         optimizer_bytes=optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
@@ -302,6 +313,7 @@ def language_memory(
         reshards=checked.reshards,
         whole_matrices=optimizer.needs_whole(hidden=True),
     )
+    return estimate if teacher is None else with_teacher(estimate, teacher, _step_shape(checked))
 
 
 def _step_shape(checked: CheckedSettings) -> StepShape:
@@ -319,7 +331,14 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         weights_on_host="weights" in checked.offload,
         gradients_on_host="gradients" in checked.offload,
         mlp_chunks=settings.mlp_chunks,
+        documents=settings.doc_mask or _packs_examples(settings),
     )
+
+
+def _packs_examples(settings: LanguageSettings) -> bool:
+    """Whether instructions or chats share sequences, as documents of their own."""
+    kind = (settings.train_ds or {}).get("type")
+    return kind in ("instruct", "chat") and getattr(settings, "seq_len_multiple", 0) == 0
 
 
 def _low_bit_bytes(
@@ -440,5 +459,6 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapt
         remade=made.moved,
         x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
         dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
+        dy_codes=operand_code_bytes(scheme, "dy", frozen=adapted),
         adapter_passes=passes,
     )

@@ -48,6 +48,11 @@ def kept_input_bytes(scheme: LowBitScheme, element: int) -> float:
     return kept.bytes_per_element if kept else element
 
 
+def operand_code_bytes(scheme: LowBitScheme, name: TensorName, *, frozen: bool) -> float:
+    """Bytes of the codes of x or dy, in all layouts that are read, per element. frozen: there is no grad_weight."""
+    return sum(fmt.bytes_per_element for fmt in scheme.formats_of(name, NeedsOperand(columns=not frozen)) if fmt)
+
+
 def quantizer_bytes(scheme: LowBitScheme, name: TensorName, element: int, *, frozen: bool) -> float:
     """Bytes that the quantizer of x or dy reads and writes, per element; 0: the GEMMs read the tensor itself. frozen:
     there is no grad_weight."""
@@ -56,7 +61,7 @@ def quantizer_bytes(scheme: LowBitScheme, name: TensorName, element: int, *, fro
     # The absmax of all, or of a column, takes a read before that in which codes are computed.
     whole = any(fmt.granularity == "tensorwise" for fmt in formats) and not scheme.amax_history
     whole |= columns is not None and columns.granularity == "rowwise"
-    return sum(fmt.bytes_per_element for fmt in formats) + element * (1 + whole) * bool(formats)
+    return operand_code_bytes(scheme, name, frozen=frozen) + element * (1 + whole) * bool(formats)
 
 
 def adapter_passes(scheme: LowBitScheme | None, columns: int) -> float:

@@ -25,6 +25,8 @@ from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
 from qtrain.train.plan.traffic import Traffic
 
+TEACHER = "teacher"
+"""The kind of work of a teacher (--distill), which has a forward pass alone."""
 Shares = Mapping[LowBitScheme | None, float]
 """Fraction of some linears' FLOPs by the scheme that they run in; None: the model's dtype."""
 
@@ -220,7 +222,7 @@ def compute_seconds(
     forward = backward = 0.0
     for kind, s in seconds.items():
         # Forward is one of three equal parts (forward, grad_input, grad_weight), or of two.
-        part = s / (2 if frozen and kind in ("blocks", "head") else 3)
+        part = s if kind == TEACHER else s / (2 if frozen and kind in ("blocks", "head") else 3)
         forward += part
         backward += s - part + again.get(kind, 0.0) * part
     return Passes(samples * forward / sol, samples * backward / sol)

@@ -369,6 +369,15 @@ RUN_EXCLUSIONS = (
     Exclusion("--keep_8bit", "--lora with --recompute norm or swiglu",
         lambda o: _adapters(o) and _keeps_8bit("norm", "swiglu")(o),
         "with adapters norm and swiglu would compute gate_up's product again", "; leave one of them out"),
+    # ---- distillation ----
+    Exclusion("--distill", "--model_impl hf", lambda o: o.has("distill") and _transformers(o),
+        "only qtrain's own decoder runs its head with a teacher's, in chunks of tokens",
+        "; use --model_impl native, or leave it out"),
+    Exclusion("--distill", "--tp", lambda o: o.has("distill") and o.settings.tp > 1,
+        "the ranks of --tp {tp} have a part of the vocabulary each, and a teacher's distribution is over all of it",
+        SHARD),
+    Exclusion("--distill", "--ep", lambda o: o.has("distill") and o.settings.ep > 1,
+        "every rank has the teacher in full, which --ep {ep} does not shard", "; leave one of them out"),
     # ---- adapters ----
     *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
           "recomputed layers would drop other values", "; set dropout to 0")

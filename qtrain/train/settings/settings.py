@@ -30,7 +30,7 @@ class TrainSettings:
     """Settings of any training run."""
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
-        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask z_loss "
+        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask distill z_loss "
         "router_balance_loss router_z_loss router_bias_rate ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
@@ -283,6 +283,10 @@ class LanguageSettings(EvaluationSettings, TrainSettings):
     mlp_chunks: Annotated[int, Range(0, 256)] = 0
     """Compute each layer's MLP in this many chunks of a micro-batch's tokens, multiples of 128, so that its activations
     exist for one chunk at a time; with --recompute '["block"]'; 0: of all tokens at once."""
+    distill: JsonDict = None
+    """Learn from a frozen teacher in high precision too, a JSON object: teacher (a hub id or a folder with weights, of
+    the same vocabulary), weight (of the divergence KL(teacher || student) in the loss, of which cross-entropy has the
+    rest; 0.5), temperature (divides the logits of both; 1). The logged loss is cross-entropy alone; kl is beside it."""
     z_loss: NotNegative = 0.0
     """Weight of the z-loss, the squared log of the softmax's normalizer, 1e-4 is usual; not in the logged loss."""
     router_balance_loss: NotNegative | None = None

@@ -169,6 +169,29 @@ def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataPa
     quantized.use_optimizer_amax(record)
 
 
+class TeacherLoss:
+    """The divergence from the teacher of --distill in a step of all ranks; nothing without one."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh):
+        self._distillation = model.distillation if isinstance(model, Decoder) else None
+        self._mesh = mesh
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch."""
+        if self._distillation is not None:
+            self._distillation.begin_step()
+
+    def metrics(self) -> dict[str, float]:
+        """kl: the mean over the step's trained tokens; synchronizes with the device. To be called on all ranks."""
+        if self._distillation is None:
+            return {}
+        sums = self._distillation.sums.clone()
+        if self._mesh.dp_size > 1:
+            dist.all_reduce(sums, group=self._mesh.dp_group)
+        total, tokens = sums.tolist()
+        return {"kl": total / max(tokens, 1.0)}
+
+
 class ExpertBalance:
     """The experts' load in the steps of all ranks; nothing without a mixture. bias_rate: `--router_bias_rate`."""
 

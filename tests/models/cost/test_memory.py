@@ -341,3 +341,85 @@ def test_memory_grows_and_shrinks_with_what_decides_it():
         estimate.peak == max(sum(kinds.values()) for kinds in estimate.moments.values())
         and estimate.weights == 2 * count_parameters(config).total
     )
+
+
+WEIGHTY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 2048}
+"""A shape of which few tokens take little beside weights."""
+
+
+@pytest.mark.parametrize("kinds", [(), ("block",)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_gradient_is_planned_once_at_the_end_of_backward(tied, kinds):
+    model = drawn(source_of("llama2", **WEIGHTY, tie_word_embeddings=tied), dtype=torch.bfloat16)
+    apply_recompute(model, kinds)
+    ids = torch.randint(0, 2048, (1, 64))
+    with PeakBytes([*model.parameters(), *model.buffers(), ids]) as counted:
+        model(ids, ids).loss.backward()
+    step = StepShape(1, 64, recompute=frozenset(kinds), compiled=False)
+    estimate = estimate_memory(model.config, step, optimizer_bytes=0)
+    assert estimate.at_peak.moment == "the end of backward"
+    planned = estimate.peak - estimate.weights - estimate.workspace
+    assert planned == pytest.approx(counted.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_rotary_tables_of_long_sequences_are_planned(documents):
+    """Of a narrow model; what else forward keeps is planned as before."""
+    config = source_of("llama2").model_config()
+    short, long = (estimate_memory(config, StepShape(1, seq_len, documents=documents)) for seq_len in (1, 1 + 2**20))
+    cos, sin = rope_tables(config.rope, config.rope_dim, 1024, torch.device("cpu"))
+    tables = (cos.nbytes + sin.nbytes) * 1024
+    assert long.workspace - short.workspace == tables
+    plain = estimate_memory(config, StepShape(1, 1 + 2**20))
+    assert long.activations - plain.activations == documents * (tables + cos.nbytes // 512)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_when_gradients_of_weights_exist(tied):
+    """As the plan has it: in a layer's MLP none of its own; that of the head from its backward on, unless it is tied;
+    that of the embedding last."""
+    model, found = drawn(source_of("llama2", tie_word_embeddings=tied)), {}
+
+    def note(index: int):
+        names = [name for name, p in model.named_parameters() if p.grad is not None]
+        found[index] = names
+
+    for index, layer in enumerate(model.layers):
+        layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=index: note(i))
+    ids = torch.randint(0, 97, (1, 16))
+    model(ids, ids).loss.backward()
+    last = len(model.layers) - 1
+    assert found[last] == ["norm.weight"] + ["lm_head.weight"] * (not tied)
+    every = {name for name, _ in model.named_parameters()}
+    assert every - set(found[0]) == {n for n in every if n.startswith(("layers.0.", "embed_tokens."))}
+
+
+@pytest.mark.usefixtures("compiler", "as_on_a_gpu")
+@pytest.mark.parametrize("kinds", [["norm", "qkv", "attention", "ffn"], ["block"]], ids=str)
+def test_compiled_attention_is_computed_again_when_it_is_needed(kinds):
+    """After the MLP's backward, if the layer keeps the stream between its halves."""
+    torch._dynamo.reset()
+    model, graphs = recomputing("qwen2", "bf16", kinds), []
+
+    def note(graph: torch.fx.GraphModule, inputs: object):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    model.layers[0].compile(fullgraph=True, backend=backend)
+    x, info = layer_input(model, 2, 64)
+    model.layers[0](x, info).sum().backward()
+    qkv, mlp = (graphs[1].index(name) for name in ("aten.addmm.default", "qtrain.swiglu_backward.default"))
+    assert (qkv < mlp) == (kinds == ["block"])
+
+
+def test_a_gradient_that_is_quantized_apart_is_planned_with_its_codes():
+    """Of gate_up, where no kernel quantizes it as it is computed: 2·I elements of 2 bytes, and 1 + 1 of codes."""
+    config = read_model_source("qwen2.5-7b").model_config()
+    step = StepShape(64, 1024, recompute=frozenset({"block"}))
+    linear = LinearBytes(2, kept_input=1.0, dy_codes=2.0)
+    apart = LowBitBytes(dict.fromkeys(LAYER_LINEARS, linear))
+    fused = dataclasses.replace(apart, swiglu_codes=True)
+    found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
+    # Fused there are the activation's gradient (2) and the codes of gate_up's (4), less down's input (1), per I.
+    assert found[0] - found[1] == 64 * 1024 * config.intermediate_size * (8 - 5)

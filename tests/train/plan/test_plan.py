@@ -74,6 +74,22 @@ def test_the_work_is_the_designs_formula(name):
     assert found.flops == by_hand(config, 1024)
 
 
+def test_a_teacher_adds_its_weights_its_forward_pass_and_its_logits():
+    """A larger one, in high precision beside an INT8 student."""
+    config, teacher = SHAPES["qwen2.5-0.5b"], SHAPES["qwen2.5-1.5b"]
+    checked = checked_of(LanguageSettings(quantize="int8", seq_len=1024, batch_size=16, n_steps=10, loss_chunks=2))
+    linears = linears_of(checked, config)
+    alone, taught = (plan_language_run(checked, config, linears, H200, (), None, t) for t in (None, teacher))
+    assert taught.flops == {**alone.flops, "teacher": pytest.approx(sum(by_hand(teacher, 1024).values()) / 3)}
+    assert taught.seconds["teacher"] == pytest.approx(taught.flops["teacher"] / (H200.peak("bf16") * 1e12))
+    assert taught.step_seconds > alone.step_seconds
+    memory, with_teacher = (language_memory(checked, config, linears, None, t) for t in (None, teacher))
+    assert with_teacher.weights - memory.weights == 2 * count_parameters(teacher).total
+    # What its layers end with, and a chunk of its logits.
+    assert with_teacher.loss - memory.loss == 2 * (16 * 1024 * teacher.hidden_size + 8 * 1024 * teacher.vocab_size)
+    assert with_teacher.moments["the teacher's forward pass"]["activations"] == 0
+
+
 def test_a_mixtures_work_is_that_of_the_experts_that_a_token_uses():
     """Qwen3-30B-A3B: 48 layers, width 2048, 8 experts of 768 a token, heads of 4096 elements together."""
     found = plan_of("qwen3-30b-a3b")
@@ -171,8 +187,9 @@ def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
 
 def test_with_the_optimizer_in_backward_gradients_are_those_of_the_largest_partition():
     def gradients(model: str) -> int:
-        chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
-        return plan_of(model, optimizer_in_backward=True, **chosen).memory["gradients"]
+        settings = LanguageSettings(model=model, batch_size=1, clip_grad_norm=0, optimizer_in_backward=True)
+        checked, config = checked_of(settings), SHAPES[model]
+        return language_memory(checked, config, linears_of(checked, config), None).gradients
 
     shape = read_model_source("qwen2.5-7b").model_config()
     assert not shape.tie_word_embeddings and gradients("qwen2.5-7b") == 2 * shape.vocab_size * shape.hidden_size

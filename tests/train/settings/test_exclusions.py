@@ -23,6 +23,7 @@ SCHEDULE = ([0, "bf16"], [0.5, "int8"])
 
 LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
 MERGED = {"merge_format": "fp8_block"}
+TEACHER = {"teacher": "folder"}
 ALONE = {"optimizer_in_backward": True, "clip_grad_norm": 0.0}
 MOVED = ("weights", "gradients")
 KEPT_BASE = Fp8BlockBase().derived(keeps_codes=True)
@@ -156,6 +157,9 @@ CASES = {
         {"keep_8bit": ("gate_up",), "lora": LORA, "recompute": ("swiglu",)},
         {"recompute": ("qkv",)},
     ),
+    ("--distill", "--model_impl hf"): (PRETRAIN, {"distill": TEACHER, "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--distill", "--tp"): (PRETRAIN, {"distill": TEACHER, "tp": 2}, {"tp": 1}),
+    ("--distill", "--ep"): (PRETRAIN, {"distill": TEACHER, "ep": 2}, {"ep": 1}),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
