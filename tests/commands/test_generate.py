@@ -49,6 +49,18 @@ def test_texts_are_on_stdout_and_in_the_file_and_all_else_is_on_stderr(runs_fold
     assert alone.out == done.out, "the batch changes the texts"
 
 
+def test_deterministic_log_probabilities_do_not_depend_on_the_batch(runs_folder, tmp_path):
+    same = {"quantize": "int8", "quantize_lm_head": True, "deterministic": True, "prompts": "mixed.jsonl"}
+    found = []
+    for size in (1, 3):
+        generated("chat/hf", "--logprobs", **same, batch_size=size, json=tmp_path / f"{size}.jsonl")
+        found.append([record["logprobs"] for record in records(tmp_path / f"{size}.jsonl")])
+    assert found[0] == found[1]
+    done = call(main, ["generate", "chat/hf", *flags(deterministic=True, prompt=["a"], device="cpu")])
+    assert done.code == 2 and not done.out
+    assert "--deterministic: logits of chat/hf depend on the batch: layers.0.attn.qkv is in high precision" in done.err
+
+
 def test_a_conversation_is_read_as_in_training(runs_folder, monkeypatch):
     read = []
     monkeypatch.setattr(Generation, "__init__", recording(read))
