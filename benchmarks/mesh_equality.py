@@ -94,6 +94,7 @@ SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "by name": ("fp8_tensorwise", {"scaling": "delayed"}),
     "bitnet": ("bitnet", {}),
     "bitnet int8 backward": ("bitnet", {"backward": "int8"}),
+    "binary": ("binary", {}),
     "int8_weight": ("int8_weight", {}),
     "int4_weight": ("int4_weight", {}),
     "qat": ("qat", {"activations": "int8"}),

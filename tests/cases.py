@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtrain.quant.scheme import SCHEMES
+
 SHAPES = [(1, 1), (1, 256), (3, 5), (17, 33), (128, 128), (130, 257), (64, 1000), (257, 64)]
 
 
@@ -27,6 +29,11 @@ def matrix(rows: int, columns: int, seed: int, kind: str = "normal", dtype: torc
 
 
 KINDS = ["normal", "outlier", "zero_row", "tiny", "strided"]
+
+
+def without_norms(scheme: str) -> dict[str, Any]:
+    """Options under which a scheme changes linears only, and so takes every model."""
+    return {"sub_norm": False} if SCHEMES.get(scheme, "--quantize").sub_norm else {}
 
 
 FULL_SWEEP = bool(os.environ.get("QTRAIN_FULL_SWEEP"))

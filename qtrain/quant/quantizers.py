@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.philox import Rounding
+from qtrain.kernels.quantize.binary import binary_center, binary_codes, binary_scale, binary_statistic
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.mx import quantize_mx
@@ -42,9 +44,21 @@ LOW_BIT_SCALES: dict[torch.dtype, Callable[[Tensor, OperandFormat, Rounding, boo
 
 
 def quantize_rows(
-    t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool, scale: Tensor | None = None
+    t: Tensor,
+    fmt: OperandFormat,
+    rounding: Rounding,
+    power_of_two: bool,
+    scale: Tensor | None = None,
+    center: Tensor | None = None,
 ) -> QuantizedTensor:
-    """t [M, K] -> codes [M, K]. scale: of all of t, fp32 [1], if it is given."""
+    """t [M, K] -> codes [M, K]. scale: of all of t, fp32 [1], if it is given; of binary codes together with the center,
+    fp32 [1]."""
+    if FORMATS[fmt.fmt].signs:
+        if scale is None:
+            statistic = binary_statistic(t)
+            scale, center = binary_scale(statistic), binary_center(statistic)
+        assert center is not None, "a given scale of binary codes comes with the center"
+        return QuantizedTensor(binary_codes(t, center), scale, fmt)
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, False)
     # A custom op may not return its input: the given scale comes back as a copy, and the original is kept.

@@ -2,6 +2,7 @@
 
     most formats   absmax, fp32 [1]                             reduced by maximum
     ternary        sum of |t| and number of elements, fp64 [2]  reduced by sum
+    binary         those and the sum of t, fp64 [3]             reduced by sum
 
 Every scale that spans processes is computed here: of weights, of activations, of gradients, of shards.
 """
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.formats import SCALE_EPS
+from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS
 from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.binary import binary_center, binary_scale, binary_statistic
 from qtrain.kernels.quantize.delayed_scale import record_amax
 from qtrain.kernels.quantize.reference import scale_from_amax_ref
 from qtrain.quant.tensor_roles import DelayedScale
@@ -24,11 +26,13 @@ Reduce = Callable[[Tensor], Tensor]
 
 def is_mean(fmt: OperandFormat) -> bool:
     """Whether the scale is a mean, not an absmax."""
-    return fmt.fmt == "ternary"
+    return fmt.fmt == "ternary" or FORMATS[fmt.fmt].signs
 
 
 def tensor_statistic(t: Tensor, fmt: OperandFormat, known_amax: Tensor | None = None) -> Tensor:
     """What a tensorwise scale depends on. known_amax: of t, as fp32 bits in int32 [1]."""
+    if FORMATS[fmt.fmt].signs:
+        return binary_statistic(t)
     if is_mean(fmt):
         # In fp64: sums of parts add up to the whole's far below the rounding of an fp32 scale.
         total = t.abs().sum(dtype=torch.float64)
@@ -41,10 +45,17 @@ def scale_of_statistic(
     statistic: Tensor, fmt: OperandFormat, shape: Sequence[int], power_of_two: bool = False
 ) -> Tensor:
     """The scale, fp32, laid out as `scale_shape` of fmt's granularity for a tensor of `shape`."""
+    if FORMATS[fmt.fmt].signs:
+        return binary_scale(statistic)
     if is_mean(fmt):
         # Mean |t|; an all-zero tensor divides by eps.
         return (statistic[:1] / statistic[1:]).float().clamp(min=SCALE_EPS)
     return scale_from_amax_ref(statistic, fmt.fmt, fmt.granularity, shape, power_of_two)
+
+
+def center_of_statistic(statistic: Tensor, fmt: OperandFormat) -> Tensor | None:
+    """What elements are compared with, fp32 [1], where codes are signs."""
+    return binary_center(statistic) if FORMATS[fmt.fmt].signs else None
 
 
 def reduce_all(statistics: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:

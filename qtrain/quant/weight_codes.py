@@ -18,7 +18,7 @@ from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows
-from qtrain.quant.scales import Reduce, reduce_all, scale_of_statistic, tensor_statistic
+from qtrain.quant.scales import Reduce, center_of_statistic, reduce_all, scale_of_statistic, tensor_statistic
 from qtrain.quant.scheme import LowBitScheme, Scheme
 from qtrain.quant.tensor_roles import FormatPair
 from qtrain.tensors.lazy import allocate
@@ -145,8 +145,8 @@ def has_two_layouts(scheme: Scheme) -> bool:
 
 def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features: int) -> Operands:
     """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns."""
-    if codes.format.fmt == "ternary":  # as int8 in {-1, 0, 1}: not packed, INT8 tensor cores multiply them
-        unpacked = unpack(codes.codes, "ternary", in_features)
+    if scheme.packed_weight is not None:  # as int8: INT8 tensor cores multiply codes that are not packed
+        unpacked = unpack(codes.codes, codes.format.fmt, in_features)
         codes = QuantizedTensor(unpacked, codes.scale, OperandFormat("int8", "tensorwise"))
     columns = scheme.formats_of("w")[1]
     if scheme.forward_only:
@@ -218,7 +218,7 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
         assert not isinstance(w, StoredWeight)  # its scales are per row or per 128 of one: none spans processes
         scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)  # the whole weight's, on every process
         if (wire := wire_format(scheme)) is not None:
-            codes = quantize_rows(w, wire, NEAREST, False, scale)
+            codes = quantize_rows(w, wire, NEAREST, False, scale, center_of_statistic(statistic, fmt))
             found.append(operands_of_codes(scheme, codes, w.shape[1]))
             continue
         rows, columns = operands_under_scale(w, OperandRequest(scheme, "w", key=key, groups=groups), scale)

@@ -31,7 +31,7 @@ class OperandFormat(NamedTuple):
         """Bytes of a code and its share of a block's scale; a scale per row or per tensor is not counted."""
         rows, columns = GRANULARITIES[self.granularity]
         scale = self.scale_dtype.itemsize / (rows * columns) if rows and columns else 0  # e.g. 4 / 128 of 1x128 in fp32
-        # A byte holds `packing` codes: one of 8 bits, two of 4, four ternary ones.
+        # A byte holds `packing` codes: one of 8 bits, two of 4, four ternary ones, eight binary ones.
         return 1 / FORMATS[self.fmt].packing + scale
 
 

@@ -11,6 +11,7 @@ import qtrain
 from qtrain.core.errors import UserError
 from qtrain.quant import LowBitLinear
 from qtrain.quant.scheme import SCHEMES
+from tests.cases import without_norms
 
 
 def perceptron(**options) -> nn.Sequential:
@@ -110,8 +111,7 @@ def test_each_training_pass_draws_its_own_bits_and_evaluation_none():
 @pytest.mark.parametrize("scheme", sorted(set(SCHEMES.names()) - {"bf16", "auto"}))
 def test_every_scheme_trains(scheme):
     model = perceptron().bfloat16()
-    options = {"sub_norm": False} if scheme.startswith("bitnet") else {}
-    quantized = qtrain.quantize(model, scheme, **options)
+    quantized = qtrain.quantize(model, scheme, **without_norms(scheme))
     assert "quantized" in str(quantized) and len(quantized.schemes) == 2
     optimizer = qtrain.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []

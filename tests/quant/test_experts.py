@@ -15,6 +15,7 @@ from qtrain.quant.gemm_table import multiply
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import QuantizedTensor, flatten_operands
+from tests.cases import without_norms
 from tests.quant.emulation import TABLE
 
 C, INNER, EXPERTS, PER_TOKEN = 128, 64, 4, 2
@@ -83,13 +84,13 @@ def test_high_precision_is_the_loop_over_experts(tokens, kind):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max() + 1e-9
 
 
-ERROR = {"mxfp8": 0.15, "int4": 0.5, "nvfp4": 0.5, "bitnet": 1.5, "int4_weight": 0.5, "qat": 0.5}
+ERROR = {"mxfp8": 0.15, "int4": 0.5, "nvfp4": 0.5, "bitnet": 1.5, "binary": 1.5, "int4_weight": 0.5, "qat": 0.5}
 """Relative errors that a scheme's formats allow; 0.1 of the others."""
 NAMES = [name for name in SCHEMES.names() if name not in ("auto", "bf16")]
 
 
 KWARGS = [
-    *((name, {"sub_norm": False} if name == "bitnet" else {}) for name in NAMES),
+    *((name, without_norms(name)) for name in NAMES),
     ("fp8_blockwise", {"grad_weight_x": "128x128"}),
 ]
 

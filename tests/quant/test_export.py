@@ -26,6 +26,7 @@ ROUNDING = {
     "int4_weight": 1e-6,
     "int8": 0.005,
     "bitnet": 0.005,
+    "binary": 0.005,
     "int4": 0.1,
 }
 """Relative difference of losses; where it is not given, that of FP8, which keeps half the bits of INT8."""

@@ -5,6 +5,7 @@ import torch
 
 from qtrain.models import build_model
 from qtrain.quant import SCHEMES, LowBitLinear, quantize_linears
+from tests.cases import without_norms
 from tests.models.families import batch, source_of
 
 SHAPE = {
@@ -15,14 +16,13 @@ SHAPE = {
     "head_dim": 32,
     "moe_intermediate_size": 64,
 }
-OPTIONS = {"bitnet": {"sub_norm": False}}
 
 
 @torch.no_grad()
 def quantized(family: str, scheme: str, forward_only: bool):
     """The model, and its logits."""
     model = build_model(source_of(family, **SHAPE), seed=1, lazy=True)
-    made = SCHEMES.make(scheme, OPTIONS.get(scheme, {}), "-")
+    made = SCHEMES.make(scheme, without_norms(scheme), "-")
     quantize_linears(model, made, seed=0, head=model.lm_head, quantize_head=True, forward_only=forward_only)
     return model, model.eval()(batch()[0])
 

@@ -24,6 +24,7 @@ IN_ONE = {
     "switchback": {},
     "int8_weight": {"activations": "int8"},
     "bitnet": {"backward": "int8"},
+    "binary": {"backward": "int8"},
 }
 """Schemes of which one layout follows from the other, with their options."""
 

@@ -69,6 +69,7 @@ def new_run(scheme: str, options: dict | None = None, seed: int = 0, **changes) 
         ("int8_weight", {"activations": "int8_sr"}),
         ("int4_weight", {}),
         ("bitnet", {}),
+        ("binary", {}),
         ("qat", {"activations": "int8"}),
     ],
 )

@@ -81,6 +81,7 @@ SWEPT = (
     "fp8_tensorwise",
     "int8_blockwise",
     "bitnet int8 backward",
+    "binary",
     "fp8_rowwise",
 )
 

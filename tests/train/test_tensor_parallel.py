@@ -44,7 +44,7 @@ from qtrain.train.settings.settings import LanguageSettings, VisionSettings
 from qtrain.train.state.fingerprints import fingerprint
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
-from tests.cases import sampled
+from tests.cases import sampled, without_norms
 from tests.worlds import run_ranks
 
 CONFIG = {
@@ -321,7 +321,7 @@ def test_tensor_ranks_that_shard_train_as_those_that_do_not(scheme):
 def test_tensor_ranks_that_shard_fully_train_as_those_that_do_not(scheme, config):
     """2 x 2, bit for bit: parts of layers are gathered over their data ranks when they run; the gradients of norms and
     routers are completed over the tensor ranks before those of their layer are reduced."""
-    options = {"sub_norm": False} if scheme == "bitnet" else None
+    options = without_norms(scheme)
     plain, full = (run_ranks(4, _train, [scheme], (1, 2), 2, options, "", config, full) for full in (False, True))
     assert [of_rank[scheme]["steps"] for of_rank in full] == [of_rank[scheme]["steps"] for of_rank in plain]
     assert full[0][scheme]["sent"]["gradients"] == plain[0][scheme]["sent"]["gradients"]

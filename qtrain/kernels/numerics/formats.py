@@ -1,12 +1,13 @@
 """Low-bit number formats and scale granularities: which codes exist, how they are packed, which elements share a scale.
 
 A value is code * scale, with the scale in fp32. Symmetric: a scale is its group's absmax * (1 / largest code), which
-maps the absmax to the largest code. Ternary is the exception: its scale is the group's mean |x|, the rule of BitNet
-b1.58 (Ma et al., "The Era of 1-bit LLMs", 2024).
+maps the absmax to the largest code. Ternary and binary are the exceptions: their scale is the group's mean |x|, the
+rule of BitNet b1.58 (Ma et al., "The Era of 1-bit LLMs", 2024) and of BitNet (Wang et al., arXiv:2310.11453).
 
-INT4 codes are two per byte and ternary codes four per byte, along the last dimension, the first code in the lowest
-bits. A row whose length is not a multiple of the packing is padded with codes of zero. Codes are two's complement, INT4
-in -7..7, ternary in -1..1: unpacking is a left shift and an arithmetic right shift.
+INT4 codes are two per byte, ternary codes four and binary codes eight, along the last dimension, the first code in the
+lowest bits. A row whose length is not a multiple of the packing is padded with bits of zero. Codes are two's
+complement, INT4 in -7..7, ternary in -1..1: unpacking is a left shift and an arithmetic right shift. Of binary codes, 1
+and -1, the sign bit is stored.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class Format:
     exponent_bias: int = 0
     values: tuple[float, ...] | MaybeNone = None
     """The value of each code where codes are indices; such formats have quantizers of their own (nvfp4.py, nf4.py)."""
+    signs: bool = False
+    """Codes are 1 and -1, with a quantizer of their own (binary.py): there is no code of zero."""
 
     @property
     def is_float(self) -> bool:
@@ -58,12 +61,13 @@ FORMATS = {
         Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15),
         Format("int4", torch.uint8, 7.0, packing=2),
         Format("ternary", torch.uint8, 1.0, packing=4),
+        Format("binary", torch.uint8, 1.0, packing=8, signs=True),
         Format("e2m1", torch.uint8, 6.0, packing=2, mantissa_bits=1, exponent_bias=1, values=E2M1_VALUES),
         Format("nf4", torch.uint8, 1.0, packing=2, values=NF4_VALUES),
     )
 }
 
-LINEAR_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.values is None)
+LINEAR_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.values is None and not fmt.signs)
 """Formats of `quantize`: value = code * scale."""
 
 EIGHT_BITS = tuple(fmt.name for fmt in FORMATS.values() if fmt.packing == 1)
@@ -149,7 +153,10 @@ def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
 
 def pack(codes: Tensor, fmt: str) -> Tensor:
     """Codes int8 or fp8 [..., K] -> as the format stores them."""
-    return codes if FORMATS[fmt].packing == 1 else _pack_ref(codes, FORMATS[fmt].packing)
+    if FORMATS[fmt].packing == 1:
+        return codes
+    # 1 becomes 0, and -1 stays -1: the sign bit in the lowest place.
+    return _pack_ref(codes >> 1 if FORMATS[fmt].signs else codes, FORMATS[fmt].packing)
 
 
 def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
@@ -157,6 +164,8 @@ def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
     if FORMATS[fmt].packing == 1:
         return stored
     codes = _unpack_ref(stored, columns, FORMATS[fmt].packing)
+    if FORMATS[fmt].signs:
+        return codes | 1  # of 0 and -1
     if FORMATS[fmt].values is None:
         return codes
     # Filled on the device: a copy of the table from the host would synchronize.

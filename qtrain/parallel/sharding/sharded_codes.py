@@ -1,9 +1,9 @@
 """Low-bit all-gather: every rank quantizes its rows of a weight, and codes are what ranks gather.
 
 A scale that spans ranks needs the absmax of all of its elements: ranks reduce those of all weights at once, 4 bytes a
-scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. BitNet's scale, a mean, needs
-a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit, however its rows
-are sharded.
+scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. The means of ternary and
+binary codes need a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit,
+however its rows are sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,15 @@ from torch import Tensor
 from qtrain.comm.rank_group import RankGroup
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
-from qtrain.kernels.quantize.operators import quantize
+from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.reference import amax_ref
 from qtrain.parallel.layers.exchange import reduce_statistics
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, local_tensors
 from qtrain.parallel.sharding.weights import gather_weights
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.scales import is_mean, scale_of_statistic, tensor_statistic
+from qtrain.quant.quantizers import quantize_rows
+from qtrain.quant.scales import center_of_statistic, is_mean, scale_of_statistic, tensor_statistic
 from qtrain.quant.weight_codes import wire_format
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
@@ -36,6 +37,8 @@ class ShardedCodes:
     sharded: Sharded
     linear: LowBitLinear
     scale: Tensor | MaybeNone = None
+    center: Tensor | None = None
+    """What the weight's elements are compared with, fp32 [1], where codes are signs."""
     keeps: bool = False
     """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
     which recorded steps read."""
@@ -77,11 +80,11 @@ class ShardedCodes:
                 yield rows[head:], slice(first, first - (head - len(rows)) // height)
 
     def statistics(self) -> Tensor:
-        """Of this rank's rows: the absmax of every scale's group, flat, fp32; for a mean the sum of |w| and the number
-        of elements, fp64 [2]."""
+        """Of this rank's rows: the absmax of every scale's group, flat, fp32; for a mean the sums that it follows from,
+        fp64."""
         device = self.linear.weight.device
         if self.is_mean:
-            found = torch.zeros(2, dtype=torch.float64, device=device)  # sum of |w|, number of elements
+            found = tensor_statistic(torch.zeros(0, device=device), self._format)  # of no rows: zeros
             for rows, _ in self._pieces():
                 found += tensor_statistic(rows, self._format)
             return found
@@ -96,6 +99,7 @@ class ShardedCodes:
 
     def set_scale(self, statistics: Tensor) -> None:
         """Compute the scale from the statistics of all ranks."""
+        self.center = center_of_statistic(statistics, self._format)
         if not self.is_mean:
             statistics = statistics.view(scale_shape(self._format.granularity, *self._shape))
         scale = scale_of_statistic(statistics, self._format, self._shape, self.linear.scheme.power_of_two)
@@ -123,10 +127,9 @@ class ShardedCodes:
         return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
 
     def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        fmt, granularity = self._format.fmt, self._format.granularity
         # A piece's scales with the strides that the quantizer expects of a whole matrix.
-        laid_out = empty_scale(granularity, rows.shape[0], rows.shape[1], scale).copy_(scale)
-        return quantize(rows.contiguous(), fmt, granularity, scale=laid_out)[0]
+        laid_out = empty_scale(self._format.granularity, rows.shape[0], rows.shape[1], scale).copy_(scale)
+        return quantize_rows(rows.contiguous(), self._format, NEAREST, False, laid_out, self.center).codes
 
     def receive(self, tensors: list[Tensor]) -> None:
         self.linear.receive_codes(QuantizedTensor(tensors[0], self.scale, self._format))

@@ -3,6 +3,7 @@
 from qtrain.quant.schemes import (  # noqa: F401  (each registers itself)
     auto,
     bf16,
+    binary,
     bitnet,
     fp8_blockwise,
     fp8_rowwise,

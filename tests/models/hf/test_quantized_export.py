@@ -125,7 +125,8 @@ def compare(model: Decoder, folder: Path) -> tuple[int, int, float]:
 def cells() -> list[tuple[str, str]]:
     """Every scheme with every format; those whose codes are kept come first."""
     schemes = [name for name in SCHEMES.names() if name not in ("auto", "bf16")]
-    every = [(scheme, fmt) for scheme in schemes for fmt in TRAINED_IN if fmt != "bitnet" or scheme == "bitnet"]
+    holding = {"bitnet": ("bitnet", "binary")}  # other schemes are refused
+    every = [(scheme, fmt) for scheme in schemes for fmt in TRAINED_IN if scheme in holding.get(fmt, schemes)]
     return sorted(every, key=lambda cell: TRAINED_IN[cell[1]] != cell[0])
 
 
@@ -354,6 +355,7 @@ def test_the_formats_that_keep_a_schemes_codes():
 
     assert names("fp8_blockwise") == ["fp8_block", "ct_fp8_block"] and names("mxfp8") == ["mxfp8", "ct_mxfp8"]
     assert names("int8") == ["ct_int8", "torchao_int8", "gguf_q8_0"] and names("bitnet")[0] == "bitnet"
+    assert names("binary")[0] == "bitnet", "signs are ternary codes without 0"
     assert names("int4")[:2] == ["ct_int4_g32", "ct_int4_g128"] and names("nvfp4") == ["ct_nvfp4"]
     assert names("int8", "switchback")[0] == "ct_int8" and names("int8", "fp8_rowwise") == names() == []
 

@@ -14,7 +14,7 @@ from qtrain.parallel.layers.place import shared_over
 from qtrain.parallel.mesh import make_mesh
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.grouped_linear import GroupedLinear
-from tests.cases import sampled
+from tests.cases import sampled, without_norms
 from tests.quant.test_experts import EXPERTS, INNER, PER_TOKEN, C, Experts, module, routing
 from tests.worlds import run_ranks
 
@@ -31,7 +31,7 @@ ERROR = {
 """Relative errors of scales that cover other tokens, and of codes rounded with other bits; 0.1 of the others."""
 KINDS = ("random", "one")
 """The second routes all tokens to two experts, of one rank."""
-CASES = {name: {} for name in SCHEMES.names() if name not in ("auto", "bitnet")}
+CASES = {name: {} for name in SCHEMES.names() if name != "auto" and not without_norms(name)}
 SAMPLE = ("int8", "fp8_tensorwise")
 IN_ORDER = {**{name: {} for name in CASES if name != "nvfp4"}, "int8 tensorwise": {"granularity": "tensorwise"}}
 

@@ -25,6 +25,8 @@ CASES = {
     "switchback": ("switchback", {}, 1.0),
     "bitnet": ("bitnet", {}, 0.25),
     "bitnet int8": ("bitnet", {"backward": "int8"}, 0.25),
+    "binary": ("binary", {}, 0.125),
+    "binary int8": ("binary", {"backward": "int8"}, 0.125),
     "qat int4": ("qat", {}, 0.5),
     "qat int8": ("qat", {"weight": "int8", "activations": "int8"}, 1.0),
     "qat fp8": ("qat", {"weight": "fp8_row"}, 1.0),

@@ -29,7 +29,7 @@ CASES = {
     },
     **{
         name: {"quantize": name}
-        for name in ("int4_weight", "int8_blockwise", "int8_weight", "mxfp8", "qat", "switchback")
+        for name in ("binary", "int4_weight", "int8_blockwise", "int8_weight", "mxfp8", "qat", "switchback")
     },
     "int8 stochastic": {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}},
 }

@@ -17,7 +17,8 @@ RECORD = json.loads(FILE.read_text())
 RECORDED, SAME = RECORD["losses"], RECORD["machine"] == machine()
 EXACT, EIGHT_BITS, FEWER = (1e-5, 1e-5), (3e-4, 6e-3), (1e-3, 2e-2)
 """Tolerances of losses and of gradient norms."""
-TOLERANCES = {"bf16": EXACT, "int8_weight": EXACT, "int4_weight": EXACT, "int4": FEWER, "nvfp4": FEWER, "bitnet": FEWER}
+TOLERANCES = dict.fromkeys(("bf16", "int8_weight", "int4_weight"), EXACT)
+TOLERANCES |= dict.fromkeys(("int4", "nvfp4", "bitnet", "binary"), FEWER)
 
 
 def test_every_scheme_is_recorded():

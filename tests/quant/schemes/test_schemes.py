@@ -18,7 +18,7 @@ from tests.cases import matrix
 from tests.models.families import drawn, source_of
 from tests.quant.emulation import POWER_OF_TWO, TABLE, EmulatedLinear, cosine, draw_alike, emulate, same
 
-ELSEWHERE = {"bf16", "auto", "bitnet", "qat", "int8_weight", "int4_weight"}
+ELSEWHERE = {"bf16", "auto", "binary", "bitnet", "qat", "int8_weight", "int4_weight"}
 """Schemes that multiply nothing of their own, or whose weights are something else; they have their own test files."""
 
 LOW_BIT = sorted(set(SCHEMES.names()) - {"bf16", "auto"})
@@ -325,9 +325,8 @@ def test_recomputation_gives_the_same_gradients(name):
         assert all(map(torch.equal, results[()], results[kinds])), kinds
 
 
-@pytest.mark.parametrize("name", [*TABLE, "bitnet"])
-def test_a_small_model_learns(name):
-    """Eight steps on a text that repeats itself: the loss falls to well under its start."""
+def losses_of_learning(name: str) -> list[float]:
+    """Of eight steps of a small model in a scheme, on a text that repeats itself."""
     torch.manual_seed(0)
     model = small_model()
     quantized = quantize_linears(model, scheme(name), seed=0, head=model.lm_head)
@@ -344,6 +343,13 @@ def test_a_small_model_learns(name):
         optimizer.zero_grad()
         quantized.refresh()
         losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", [*TABLE, "bitnet", "binary"])
+def test_a_small_model_learns(name):
+    """The loss falls to well under its start."""
+    losses = losses_of_learning(name)
     assert losses[-1] < 0.25 * losses[0], losses
 
 
