@@ -449,8 +449,7 @@ def decode() -> Iterator[Case]:
     weights = [Weight(zeros(512, 1024)), *(
         Weight(*empty_codes(zeros(512, 1024), fmt, granularity), fmt, granularity)
         for fmt, granularity in (
-            ("int8", "rowwise"), ("e4m3", "128x128"), ("e4m3", "1x32"), ("int4", "1x32"), ("ternary", "tensorwise"),
-            ("binary", "tensorwise"),
+            ("int8", "rowwise"), ("e4m3", "128x128"), ("e4m3", "1x32"), ("int4", "1x32"), ("ternary", "tensorwise")
         )
         if fmt != "e4m3" or hardware.has_fp8(torch.device("cpu"))
     )]  # fmt: skip
@@ -459,8 +458,7 @@ def decode() -> Iterator[Case]:
             for m, names in ((1, GEMV), (2, TILES), (64, TILES)):
                 width = 256 if swiglu else 512
                 fused = Fused(zeros(1024), 1e-6, zeros(512), swiglu, zeros(m, width))
-                # 32 codes a word are as many unrolled products: a tile takes a minute.
-                for number, name in enumerate(list(names)[:1] if weight.fmt == "binary" else names):
+                for number, name in enumerate(names):
                     if m > 1 and swiglu and TILES[name].split > 1:
                         continue
                     some = number == 0 and m < 64 and swiglu and weight.fmt in ("int4", "int8")

@@ -1,7 +1,7 @@
 """Products of a few rows with a weight's codes, for generation: y = x · (codes * scale)ᵀ, x in the model's dtype.
 
 A step of generation multiplies one row a sequence with every weight, so it reads each weight once for a few FLOPs a
-byte: its time is that of the weight's bytes, and codes of 8, 4, 2 or 1 bits take 1/2 to 1/16 of bf16's.
+byte: its time is that of the weight's bytes, and codes of 8, 4 or 2 bits take a half, a quarter or an eighth of bf16's.
 One row is not quantized: that would save nothing, and codes of 8 bits are exact in fp32. From two rows on x is
 quantized as in training where tensor cores multiply such codes: to convert every code of the weight would take longer
 than to read it. Values are summed in fp32, or in int32.
@@ -34,7 +34,7 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 
 MOST_ROWS = 64
 """Of x, that the kernels take."""
-FORMATS_READ = ("int8", "e4m3", "e5m2", "int4", "ternary", "binary")
+FORMATS_READ = ("int8", "e4m3", "e5m2", "int4", "ternary")
 
 
 class Weight(NamedTuple):
@@ -161,8 +161,6 @@ def _field(units, FIELD: tl.constexpr, SPEC: tl.constexpr):
         BITS: tl.constexpr = 32 // SPEC.packing
         # To the top of the word, and back as a signed number, which extends its sign.
         units = (units << (32 - BITS * (FIELD + 1))) >> (32 - BITS)
-        if BITS == 1:  # a sign, 0 or -1, of 1 or -1
-            units |= 1
     return units.to(tl.float32)
 
 

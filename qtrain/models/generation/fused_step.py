@@ -50,9 +50,7 @@ def read_weight(linear: nn.Module) -> Weight:
     if (packed := linear.scheme.packed_weight) is not None:
         fmt, codes = packed.fmt, pack(codes, packed.fmt)
     plain = rows.tensor_scale is None and not rows.format.hadamard and rows.format.sum_dim == 1
-    packing = FORMATS[fmt].packing
-    whole = codes.shape[1] * packing == linear.in_features and codes.is_contiguous()
-    whole = whole and (packing == 1 or codes.shape[1] % 4 == 0)  # kernels read packed codes in words of 32 bits
+    whole = codes.shape[1] * FORMATS[fmt].packing == linear.in_features and codes.is_contiguous()
     if fmt not in FORMATS_READ or not plain or not whole:
         return Weight(rows.values(linear.weight.dtype)[:, : linear.in_features].contiguous())
     return Weight(codes, scale.float(), fmt, rows.format.granularity)  # MX scales are powers of two: exact in fp32

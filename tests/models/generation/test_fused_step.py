@@ -8,7 +8,6 @@ from qtrain.models.generation.fused_step import FusedStep, read_weight, runs_fus
 from qtrain.models.generation.reader import CachedReader, reader_of
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.linear import LowBitLinear
-from tests.cases import without_norms
 
 BASE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
@@ -20,7 +19,7 @@ MODELS = {
     "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
-SCHEMES_TRIED = ["bf16", "int8", "fp8_tensorwise", "fp8_blockwise", "int4_weight", "bitnet", "binary", "nvfp4", "mxfp8"]
+SCHEMES_TRIED = ["bf16", "int8", "fp8_tensorwise", "fp8_blockwise", "int4_weight", "bitnet", "nvfp4", "mxfp8"]
 
 
 def make(tmp_path, kind: str, scheme: str, device: str = "cpu", dtype=torch.float32):
@@ -34,11 +33,7 @@ def make(tmp_path, kind: str, scheme: str, device: str = "cpu", dtype=torch.floa
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(p, 0.5, 1.5)
     quantize_linears(
-        model,
-        SCHEMES.make(scheme, {}, "--quantize"),
-        seed=0,
-        head=model.lm_head,
-        quantize_head=not without_norms(scheme),
+        model, SCHEMES.make(scheme, {}, "--quantize"), seed=0, head=model.lm_head, quantize_head=scheme != "bitnet"
     )
     return model.eval()
 
