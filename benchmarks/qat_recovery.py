@@ -7,10 +7,13 @@ weights, optimizer states and batches: in high precision, after which the weight
 rounds them, and in `--quantize qat`, whose weights are rounded in training. So both have seen the same tokens. Cost is
 what rounding adds to the loss of the first; recovered is the share of it that the second does not have.
 
---distill WEIGHT adds a third end: qat that learns from the first one as its teacher, which has seen the same tokens.
+--distill WEIGHT adds two more ends: the finished model in high precision goes on in qat for as many steps again, with
+the learning rate warmed up to a tenth of its peak, once without a teacher and once with the finished model as its
+teacher. These two have seen the same tokens, more than the others: compare them with each other.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -41,6 +44,7 @@ EXPORTS = {
 WINDOWS = 2048
 """Of the evaluation, 64 bytes each."""
 COLUMNS = ("high precision", "rounded", "qat", "cost", "recovered")
+CONTINUED = ("continued", "recovered, continued")
 DISTILLED = ("distilled", "recovered, distilled")
 
 
@@ -57,7 +61,7 @@ class RecoverySettings:
     seeds: tuple[int, ...] = (1, 2, 3)
     """Of the initial weights and of the data."""
     distill: Annotated[float, Range(0, 1)] | None = None
-    """Weight of the divergence from the model in high precision, in an end of its own; None: no such end."""
+    """Weight of the divergence from the finished model, in qat that continues it; None: no such ends."""
     lr: float = 4e-3
     """Peak learning rate."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -67,21 +71,27 @@ class RecoverySettings:
 
 
 Run = tuple[nn.Module, torch.optim.Optimizer]
+CONTINUED_LR = 0.1
+"""Of the peak learning rate: that of qat which continues a finished model."""
 
 
-def train(run: Run, text: Text, settings: RecoverySettings, seed: int, steps: range, quantized: QuantizedModel) -> None:
-    """AdamW, 3% warm-up and a linear decay to 0 over all of the run's steps, of which these are a part."""
+def train(run: Run, text: Text, seed: int, rates: Mapping[int, float], quantized: QuantizedModel) -> None:
+    """Steps of AdamW. rates: number of a step -> its learning rate."""
     model, optimizer = run
     model.train()
-    for step in steps:
-        done = step / settings.steps
-        optimizer.param_groups[0]["lr"] = settings.lr * min((done + 1 / settings.steps) / 0.03, 1 - done)
-        # Keyed by the step: both ends of a run see the same batches.
+    for step, rate in rates.items():
+        optimizer.param_groups[0]["lr"] = rate
+        # Keyed by the step: the ends of a run that are compared see the same batches.
         loss_of(model, text.batch(torch.Generator().manual_seed(seed * 10**6 + step))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         quantized.refresh()
+
+
+def learning_rates(peak: float, steps: int, first: int = 0) -> dict[int, float]:
+    """Of each of `steps` steps, numbered from `first`: 3% warm-up and a linear decay to 0."""
+    return {first + i: peak * min((i + 1) / (0.03 * steps), 1 - i / steps) for i in range(steps)}
 
 
 @torch.no_grad()
@@ -92,19 +102,19 @@ def evaluated(model: nn.Module, text: Text) -> float:
 def finished(
     before: Run,
     text: Text,
-    settings: RecoverySettings,
     seed: int,
+    rates: Mapping[int, float],
     weight: str | None,
     distillation: Distillation | None = None,
-) -> nn.Module:
-    """The model after the last share of the steps; weight: of qat, None: in high precision."""
+) -> Run:
+    """A copy of `before` after the steps of `rates`; weight: of qat, None: in high precision."""
     model, optimizer = copy.deepcopy(before)  # together: the optimizer's parameters are those of the copy
     assert isinstance(model, Decoder)
     model.distillation = distillation
     scheme = SCHEMES.make("qat", {"weight": weight}, "--weights") if weight else SCHEMES.make("bf16", {}, "")
     quantized = quantize_linears(model, scheme, seed=0, head=model.get_submodule("lm_head"))
-    train((model, optimizer), text, settings, seed, range(first_step(settings), settings.steps), quantized)
-    return model
+    train((model, optimizer), text, seed, rates, quantized)
+    return model, optimizer
 
 
 def first_step(settings: RecoverySettings) -> int:
@@ -118,28 +128,32 @@ def main(argv: list[str]) -> None:
     device = choose_device(settings.device)
     text = python_text(device)
     title = f"Losses with the last {settings.share:.0%} of {settings.steps:,} steps in high precision and in qat"
-    columns = COLUMNS if settings.distill is None else (*COLUMNS, *DISTILLED)
-    table, recovered = Table(title, "nats a byte, %", columns), {weight: [] for weight in settings.weights}
-    if settings.distill is not None:
-        recovered |= {f"{weight}, distilled": [] for weight in settings.weights}
+    columns = COLUMNS if settings.distill is None else (*COLUMNS, *CONTINUED, *DISTILLED)
+    table, recovered = Table(title, "nats a byte, %", columns), dict[str, list[float]]()
+    rates, first = learning_rates(settings.lr, settings.steps), first_step(settings)
+    start, end = ({i: rates[i] for i in steps} for steps in (range(first), range(first, settings.steps)))
+    again = learning_rates(CONTINUED_LR * settings.lr, settings.steps - first, settings.steps)
     for seed in settings.seeds:
         model = build_model(ModelSource("small", SHAPE, "--model"), device=device, seed=seed)
         plain = quantize_linears(model, SCHEMES.make("bf16", {}, ""), seed=0)
         run = model, torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-        train(run, text, settings, seed, range(first_step(settings)), plain)
-        high = finished(run, text, settings, seed, None)
-        loss = evaluated(high, text)
+        train(run, text, seed, start, plain)
+        high = finished(run, text, seed, end, None)
+        loss = evaluated(high[0], text)
         for weight in settings.weights:
-            after = evaluated(rounded(high, EXPORTS[weight]), text)
-            qat = evaluated(finished(run, text, settings, seed, weight), text)
-            recovered[weight].append(100 * (after - qat) / (after - loss))
-            found = dict(zip(COLUMNS, (loss, after, qat, after - loss, recovered[weight][-1]), strict=True))
+            after = evaluated(rounded(high[0], EXPORTS[weight]), text)
+            found = {"high precision": loss, "rounded": after, "cost": after - loss}
+            ends = {"qat": finished(run, text, seed, end, weight)}
             if settings.distill is not None:
-                teaching = Distillation(high, DistillOptions("-", settings.distill))
-                taught = evaluated(finished(run, text, settings, seed, weight, teaching), text)
-                shares = recovered[f"{weight}, distilled"]
-                shares.append(100 * (after - taught) / (after - loss))
-                found |= dict(zip(DISTILLED, (taught, shares[-1]), strict=True))
+                ends["continued"] = finished(high, text, seed, again, weight)
+                teaching = Distillation(copy.deepcopy(high[0]), DistillOptions("-", settings.distill))
+                ends["distilled"] = finished(high, text, seed, again, weight, teaching)
+            for name, (trained, _) in ends.items():
+                found[name] = evaluated(trained, text)
+                label = "recovered" if name == "qat" else f"recovered, {name}"
+                found[label] = 100 * (after - found[name]) / (after - loss)
+                of_weight = weight if name == "qat" else f"{weight}, {name}"
+                recovered.setdefault(of_weight, []).append(found[label])
             for key, value in found.items():
                 shown = f"{value:.0f}%" if key.startswith("recovered") else f"{value:.5f}"
                 table.put(f"{weight}, seed {seed}", key, Cell(value, text=shown))

@@ -31,19 +31,30 @@ def test_the_table_has_a_row_for_each_format_and_seed(tmp_path, capsys):
     qat_recovery.main([*argv, "--json", str(tmp_path / "a.json")])
     (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
     assert [row["name"] for row in table["rows"]] == ["int8, seed 3"]
-    assert set(table["rows"][0]["cells"]) == {*qat_recovery.COLUMNS, *qat_recovery.DISTILLED}
+    assert set(table["rows"][0]["cells"]) == {
+        *qat_recovery.COLUMNS,
+        *qat_recovery.CONTINUED,
+        *qat_recovery.DISTILLED,
+    }
     out = capsys.readouterr().out
-    assert "int8: recovered " in out and "int8, distilled: recovered " in out
+    assert all(f"{row}: recovered " in out for row in ("int8", "int8, continued", "int8, distilled"))
 
 
 def test_both_ends_of_a_run_begin_with_its_weights_and_states():
-    settings = qat_recovery.RecoverySettings(steps=4, share=0.0)
     model = build_model(ModelSource("small", qat_recovery.SHAPE, "--model"), seed=0)
     optimizer = torch.optim.AdamW(model.parameters())
-    high, qat = (qat_recovery.finished((model, optimizer), None, settings, 1, w) for w in (None, "int8"))
+    (high, _), (qat, _) = (qat_recovery.finished((model, optimizer), None, 1, {}, w) for w in (None, "int8"))
     tensors = [[p.detach() for p in m.parameters()] for m in (model, high, qat)]
     assert all(map(torch.equal, tensors[0], tensors[1])) and all(map(torch.equal, tensors[0], tensors[2]))
     assert all(a is not b for a, b in zip(model.parameters(), qat.parameters(), strict=True))
+
+
+def test_steps_that_continue_have_numbers_and_a_warm_up_of_their_own():
+    rates = qat_recovery.learning_rates(1.0, 100)
+    again = qat_recovery.learning_rates(0.1, 100, first=100)
+    assert list(rates) == list(range(100)) and list(again) == list(range(100, 200))
+    assert rates[0] == pytest.approx(1 / 3) and rates[3] == 0.97 and rates[99] == pytest.approx(0.01)
+    assert list(again.values()) == pytest.approx([0.1 * rate for rate in rates.values()])
 
 
 def test_each_weight_is_rounded_as_its_export_rounds_it():

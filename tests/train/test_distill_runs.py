@@ -1,9 +1,11 @@
 """Runs with --distill: the log, resumed runs, ranks, adapters, documents, compiled layers, the plan, and mistakes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import llm_finetune
 import llm_pretrain
@@ -83,6 +85,20 @@ def test_a_resumed_run_is_the_same(at):
     rest = pretrain("rest", **settings, resume=str(whole / "checkpoints" / f"{at:08d}"))
     assert steps(whole) == steps(rest) and kl(whole) == kl(rest)
     assert equal(whole / "checkpoints" / "00000008", rest / "checkpoints" / "00000008")
+
+
+def test_a_teacher_that_changed_is_told_on_resume():
+    shutil.copytree(Path("wide_hf").resolve(), "teacher", copy_function=shutil.copy)
+    settings = {"distill": {"teacher": "teacher"}, "n_steps": 4}
+    at = str(pretrain("first", **settings) / "checkpoints" / "00000002")
+    said = f"--resume: the teacher of --distill is not the one of {at}: "
+    assert said not in (pretrain("same", **settings, resume=at) / "train.log").read_text()
+    weights = load_file("teacher/model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    save_file(weights, "teacher/model.safetensors", {"format": "pt"})
+    Path("teacher/checksums.json").unlink()
+    text = (pretrain("changed", **settings, resume=at) / "train.log").read_text()
+    assert f"{said}norm.weight differs, the loss changes with it" in text
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": {"r": 2}}, {"lora": {"r": 2}, "quantize": "int8"}])

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import nn
 
+from qtrain.core.checks import refuse_empty
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.core.maybe_none import MaybeNone
@@ -23,6 +24,7 @@ from qtrain.models import (
     generation_config,
     read_model_source,
 )
+from qtrain.models.config.reading import USE_HF
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.hf.impl import HfModel
@@ -60,11 +62,16 @@ class Teacher:
         if settings.distill is None:
             return None
         options, flag = as_distill(settings.distill), "--distill.teacher"
+        refuse_empty(flag, options.teacher)
         source = read_model_source(options.teacher, flag)
         refuse_absurd(source.config, flag)
         if not source.has_weights:
             raise UserError(f"{flag}: {source.name} is a shape without weights; give a hub id or a folder with some.")
-        config = source.model_config()
+        try:
+            config = source.model_config()
+        except UserError as error:  # a student may run through transformers instead, its teacher may not
+            said = str(error).removesuffix(USE_HF).rstrip()
+            raise UserError(f"{said} A teacher must be a language model that qtrain's own decoder runs.") from None
         if config.vocab_size != student.vocab_size:
             raise UserError(
                 f"{flag}: {source.name} has a vocabulary of {config.vocab_size:,} tokens, and --model {settings.model} "

@@ -1,7 +1,7 @@
-"""What a run needs and no checkpoint holds: its training files and its frozen weights.
+"""What a run needs and no checkpoint holds: its training files, its frozen weights, and those of its teacher.
 
 A position in the data means nothing in other files, and the same --model (and --seed, where weights are random) gives
-the frozen weights again. A checkpoint holds fingerprints of both, so that a run is not resumed on other ones.
+the frozen weights again. A checkpoint holds fingerprints of all, so that a run is not resumed on other ones unnoticed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,3 +116,15 @@ def check_frozen(saved: dict[str, str] | None, here: dict[str, str], path: Path,
                 f"--resume: {path} was saved on other frozen weights than --model {source} gives: {name} differs. "
                 "Resume with the --model, --seed and --dtype of the run that saved it."
             )
+
+
+# ---- the teacher ----------------------------------------------------------------------------------------------------
+
+
+def check_teacher(saved: Any, here: Mapping[str, str] | None, path: Path) -> Iterator[str]:
+    """A line for the log, if the fingerprint `here` of the teacher's weights is not the `saved` one of the checkpoint
+    `path` (None: a run without a teacher). Any teacher can go on; what the student learns from it changes."""
+    if not isinstance(saved, dict) or here is None or saved == here:
+        return
+    name = min(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+    yield f"--resume: the teacher of --distill is not the one of {path}: {name} differs, the loss changes with it"

@@ -20,6 +20,7 @@ from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.core.checks import shown
 from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
 from qtrain.core.maybe_none import MaybeNone
+from qtrain.models import Decoder
 from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
@@ -35,7 +36,7 @@ from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
 from qtrain.train.state.checkpoint_files import complete_checkpoints, incomplete_checkpoints
 from qtrain.train.state.ema import Ema
-from qtrain.train.state.fingerprints import check_files, check_frozen, files_entry, fingerprint
+from qtrain.train.state.fingerprints import check_files, check_frozen, check_teacher, files_entry, fingerprint
 from qtrain.train.state.recorded_map import changed_schemes, made_from, recorded_map
 from qtrain.train.state.run_folder import (
     RunFolder,
@@ -115,6 +116,12 @@ class Run:
     def _frozen(self) -> dict[str, str]:
         return fingerprint(self.model, self.parallel.mesh.model_group, self.parallel.master)
 
+    @cached_property
+    def _teacher(self) -> dict[str, str] | None:
+        """Each rank has all of it."""
+        distillation = self.model.distillation if isinstance(self.model, Decoder) else None
+        return None if distillation is None else fingerprint(distillation.teacher)
+
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
         return self.checkpoints.save(self.state.step, *self._contents())
@@ -149,6 +156,8 @@ class Run:
             "files": self._files,
             "versions": self._versions,
         }
+        if self._teacher is not None:
+            meta["teacher"] = self._teacher
         # A rank may have parts, saved as slices of the whole tensors, which other degrees load.
         if divided := self.parallel.divided_state:
             tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
@@ -247,6 +256,7 @@ class Run:
             optim = divided.own_meta(optim)
         self._loaded_notes = [
             *check_files(meta.get("files"), self.data_files, self._files, path),
+            *check_teacher(meta.get("teacher"), self._teacher, path),
             *changed_versions(meta.get("versions"), self._versions),
         ]
         try:

@@ -184,6 +184,11 @@ CASES = {
         {"quantize": "int8", "quantize_schedule": SCHEDULE},
         {"quantize_schedule": None},
     ),
+    ("--quantize_kwargs", "--quantize_schedule"): (
+        PRETRAIN,
+        {"quantize_kwargs": {"stochastic_rounding": True}, "quantize_schedule": SCHEDULE},
+        {"quantize_schedule": None},
+    ),
     ("--quantize_schedule", "--lora base"): (
         FINETUNE,
         {"lora": {"base": "nf4"}, "quantize_schedule": SCHEDULE},
