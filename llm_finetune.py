@@ -15,6 +15,7 @@ prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.process import run_script
+from qtrain.train.log.start_clock import StartClock
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import CountOrZero, LanguageSettings, NotNegative
 
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> None:
 
 
 def train(settings: FinetuneSettings) -> None:
+    start = StartClock()
+    start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
     from qtrain.comm.ranks import rank
@@ -85,6 +88,8 @@ def train(settings: FinetuneSettings) -> None:
     from qtrain.train.step.forward import language_forward
     from qtrain.train.step.step import export_weights
 
+    start.mark("imports")
+
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
     checked = check_settings(settings, SCRIPT, frozen_base(lora, settings))
@@ -94,9 +99,11 @@ def train(settings: FinetuneSettings) -> None:
         check_merge_format(architecture.empty, lora)
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
+    start.mark("plan")
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     checked, settings = text.checked, text.checked.settings_as(FinetuneSettings)
     evaluated = text.evaluation()
+    start.mark("data")
     if not settings.dry_run:
         launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
@@ -104,6 +111,7 @@ def train(settings: FinetuneSettings) -> None:
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
+    start.mark("plan")
 
     with explain_out_of_memory(prepared.plan, settings, prepared.device):
         # ---- model, quantize -----------------------------------------------------------------------------------------
@@ -122,18 +130,20 @@ def train(settings: FinetuneSettings) -> None:
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
         run = assemble(prepared, model, quantized, files=text.stream.files)
+    start.mark("model")
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.document_end)
     evaluation = LanguageEvaluation(model, forward, evaluated, settings, settings.seed)
+    start.mark("data")
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(f"{prepared.text}\n{trains}") as log:
         one_shape = settings.seq_len_multiple in (0, settings.seq_len)  # packed, or padded to one length
         recordable = one_shape and settings.model_impl == "native" and not (lora and lora.dropout)
         graphs = step_graphs(run, forward, recordable=recordable)
-        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs)
+        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs, start)
         exit_code = training.fit()
 
         # ---- export --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.config import parse
 from qtrain.core.process import command_line, run_script
+from qtrain.train.log.start_clock import StartClock
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import LanguageSettings
 
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> None:
 
 
 def train(settings: PretrainSettings) -> None:
+    start = StartClock()
+    start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
     from qtrain.comm.ranks import rank
@@ -58,15 +61,19 @@ def train(settings: PretrainSettings) -> None:
     from qtrain.train.step.forward import language_forward
     from qtrain.train.step.step import export_weights
 
+    start.mark("imports")
+
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
     check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, None, settings.freeze_embedding_layer, checked.dtype)
     checked = fit_memory(checked, architecture, trained)
+    start.mark("plan")
     text = open_text(checked, architecture)
     checked, settings = text.checked, text.checked.settings_as(PretrainSettings)
     evaluated = text.evaluation()
+    start.mark("data")
     if not settings.dry_run:
         launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
@@ -74,6 +81,7 @@ def train(settings: PretrainSettings) -> None:
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
+    start.mark("plan")
 
     with explain_out_of_memory(prepared.plan, settings, prepared.device):
         # ---- model, quantize -----------------------------------------------------------------------------------------
@@ -83,16 +91,18 @@ def train(settings: PretrainSettings) -> None:
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
         run = assemble(prepared, model, quantized, files=text.stream.files)
+    start.mark("model")
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.document_end)
     evaluation = LanguageEvaluation(model, forward, evaluated, settings, settings.seed)
+    start.mark("data")
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder("\n".join([prepared.text, *trains])) as log:
         graphs = step_graphs(run, forward, recordable=settings.model_impl == "native")
-        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs)
+        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs, start)
         exit_code = training.fit()
 
         # ---- export --------------------------------------------------------------------------------------------------

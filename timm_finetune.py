@@ -18,6 +18,7 @@ prepare_process(script=True)  # before imports that take a while
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.process import run_script
+from qtrain.train.log.start_clock import StartClock
 from qtrain.train.log.status import epochs
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import VisionSettings
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> None:
 
 
 def train(settings: VisionSettings) -> None:
+    start = StartClock()
+    start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
     from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation
@@ -51,6 +54,8 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.step.forward import vision_forward
     from qtrain.train.step.step import export_weights
 
+    start.mark("imports")
+
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     train_ds = RESISC45 if settings.train_ds is None else settings.train_ds
     if settings.train_ds is None:
@@ -62,6 +67,7 @@ def train(settings: VisionSettings) -> None:
     if augmentation.mixes and micro_batch_size % 2:
         raise UserError(f"--augment: mixup and cutmix need even micro-batches, not {micro_batch_size}.")
     name = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
+    start.mark("plan")
     images = open_images(train_ds, "--train_ds")
     eval_images = None if settings.eval_ds is None else open_images(settings.eval_ds, "--eval_ds")
     if eval_images is not None:
@@ -80,6 +86,7 @@ def train(settings: VisionSettings) -> None:
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     for read in filter(None, (images, eval_images)):
         read.check()
+    start.mark("data")
     if not settings.dry_run:
         launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, describe_images(images, eval_images, settings))
@@ -87,6 +94,7 @@ def train(settings: VisionSettings) -> None:
     print(prepared.text, flush=True)
     if settings.dry_run:
         return
+    start.mark("plan")
 
     with explain_out_of_memory(prepared.plan, settings, prepared.device):
         # ---- model, quantize -----------------------------------------------------------------------------------------
@@ -94,6 +102,7 @@ def train(settings: VisionSettings) -> None:
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
         run = assemble(prepared, model, quantized, ema_decay=settings.ema_decay)
+    start.mark("model")
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = ImageLoader(
@@ -113,11 +122,12 @@ def train(settings: VisionSettings) -> None:
         settings.eval_images,
         threads=min(max(settings.num_workers, 4), os.cpu_count() or 1),
     )
+    start.mark("data")
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(prepared.text) as log:
         graphs = step_graphs(run, forward)
-        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs, start).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
@@ -147,7 +146,7 @@ def time_of_transformers(batch: int, settings: DecodeSettings, device: torch.dev
     config = read_model_source(settings.model, "--model").config
     own = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "transformers_version"})
     with torch.device(device):
-        peer: nn.Module = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16).eval()
+        peer: Any = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16).eval()
     ids = torch.tensor(prompts(batch, settings, own.vocab_size), device=device)
     rule = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "eos_token_id": None}
 

@@ -1,6 +1,9 @@
 """Imports point one way, between rooms and inside them; no cycles; only kernels/ knows Triton."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,18 @@ def test_no_import_cycles():
 
 def test_every_file_is_seen():
     assert len(FILES) > 150 and all(room(m) in {*ROOMS, ""} for m in MODULES)
+
+
+def test_a_plan_of_a_shape_imports_no_package_that_it_does_not_need(tmp_path):
+    program = """
+import sys
+import llm_pretrain
+llm_pretrain.main(["--model", "quickstart", "--n_steps", "1", "--dry_run"])
+heavy = {"transformers", "datasets", "timm", "huggingface_hub", "wandb", "pyarrow", "pandas", "bokeh", "torchvision"}
+print("imported:", *sorted(heavy & sys.modules.keys()))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "imported:"

@@ -282,7 +282,10 @@ def test_the_run_folder_holds_what_the_design_says(here):
         128 * n for n in range(1, 10)
     ]
     keys = {"step", "loss", "grad_norm", "lr", "tok_s", "tokens", "sol", "mfu", "mem", "data", "data_wait", "time"}
-    assert all(r.keys() - {"ms", "hours_billion"} == keys for r in steps)
+    assert all(r.keys() - {"ms", "hours_billion", "start"} == keys for r in steps)
+    assert ["start" in r for r in steps] == [True] + 8 * [False]
+    parts = ["flags", "imports", "plan", "data", "model", "run folder", "evaluation", "first step"]
+    assert list(steps[0]["start"]) == parts and all(seconds >= 0 for seconds in steps[0]["start"].values())
     assert steps[-1]["sol"] > 0 and all(r["mfu"] is None for r in steps)  # a CPU has no datasheet
     assert steps[-1]["data"] is not None
     # Of the steps that count: not of the first two.
@@ -294,7 +297,15 @@ def test_the_run_folder_holds_what_the_design_says(here):
     assert all(r["samples"][0][0] == "def " and isinstance(r["samples"][0][1], str) for r in evaluations)
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000009"]
     log = (run / "train.log").read_text()
-    for part in ("model   tiny.json", "linears", "step 9: checkpoint", "sample: def ", "step 9/9", "trace written"):
+    for part in (
+        "model   tiny.json",
+        "linears",
+        "step 9: checkpoint",
+        "sample: def ",
+        "step 9/9",
+        "trace written",
+        "start  ",
+    ):
         assert part in log, part
     config = json.loads((run / "config.json").read_text())
     assert config["run_name"] == "all.of-it_1" and torch.__version__.startswith(config["_versions"]["torch"])

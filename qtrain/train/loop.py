@@ -33,6 +33,7 @@ from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, 
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report.write import try_write_report
+from qtrain.train.log.start_clock import StartClock, seconds_since_start
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.linears import describe_low_bits
@@ -86,9 +87,10 @@ class Training:
         forward: Forward,
         batches: Iterator[tuple[TensorBatch, dict]],
         evaluation: Evaluation,
-        graphs: StepGraphs | None = None,
+        graphs: StepGraphs | None,
+        start: StartClock,
     ):
-        self.graphs = graphs
+        self.graphs, self.start = graphs, start
         self.run, self.plan, self.schedule = run, plan, schedule
         self.forward, self.batches, self.evaluation = forward, batches, evaluation
         settings, state = run.settings, run.state
@@ -152,11 +154,13 @@ class Training:
                 stack.enter_context(stop)
                 status = stack.enter_context(StatusLine(settings.steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(self._profiler())
+                self.start.mark("run folder")
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
                     if run.state.step and (settings.keep_best or settings.early_stopping):
                         self._save(wait=True)  # the checkpoint that it resumes from does not count this evaluation
+                self.start.mark("evaluation")
                 sent.clear()  # the build and the evaluation are no part of a step
                 while not self._ended and not stop.requested:
                     self._step(status, stop)
@@ -266,6 +270,7 @@ class Training:
         if run.ema is not None and spike is None:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
+        self._tell_start()
         if state.step == self.first_step + 1 and sent:
             log.info("wire    %s", self._wire_line())
         if spike is not None or state.step % settings.log_interval == 0 or state.step == settings.n_steps:
@@ -322,6 +327,14 @@ class Training:
         self.health = HealthMonitor(self.run, self.forward, self._health_path, self.run.state.step)
         note_step(self.run.state.step)
 
+    def _tell_start(self) -> None:
+        """After the first step: where the time until then went. After the last one that compiles or records: when."""
+        done = self.run.state.step - self.first_step
+        if done == 1 and self.start.end():
+            log.info("start   %s", self.start.describe())
+        elif done == self._skip_steps and self.run.settings.compile:
+            log.info("start   full speed after %.1f s, %d steps", seconds_since_start(), done)
+
     @staticmethod
     def _wire_line() -> str:
         """What this process has sent in the first step."""
@@ -350,6 +363,7 @@ class Training:
             **self.teacher_loss.metrics(),
             **self.balance.metrics(),
             **self._changed_map(),
+            **self.start.metrics(),
             **self.spikes.record(),
             self.plan.unit.many: state.tokens,
             "data": state.data,

@@ -421,7 +421,7 @@ def launch_weight_only_mm(x: Tensor, weight: Weight, fused: Fused, name: str) ->
     (m, k), codes, like = x.shape, weight.codes, x
     spec, n = _spec(x, weight, fused), len(codes) // 2 if fused.swiglu else len(codes)
     x_scale = x
-    if spec.native:
+    if spec.native and weight.fmt is not None:
         granularity = "1x128" if spec.group else "rowwise"
         x, x_scale = quantize_normed(x, fused.norm, fused.eps, weight.fmt, granularity)
     elif fused.norm is not None and not spec.norm:

@@ -7,7 +7,7 @@ GEMMs quantize them too. So it differs from the model's forward pass by the roun
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 
-def runs_fused(model: nn.Module) -> bool:
+def runs_fused(model: nn.Module) -> TypeGuard[Decoder]:
     """Whether every layer is one that `FusedStep` computes: no latent attention, experts, adapters, or norms over all
     heads; on one GPU."""
     if not isinstance(model, Decoder) or not model.norm.weight.is_cuda or model.norm.weight.dtype != torch.bfloat16:
@@ -39,12 +39,11 @@ def runs_fused(model: nn.Module) -> bool:
     return all(type(linear) in (nn.Linear, LowBitLinear) for linear in linears)
 
 
-def read_weight(linear: nn.Module) -> Weight:
+def read_weight(linear: Any) -> Weight:
     """What a linear's `output` multiplies with. Codes of formats without a kernel are dequantized to the dtype of the
     weight, once."""
-    assert isinstance(linear, nn.Linear | LowBitLinear)
     rows = linear.weight_codes.operands().rows if isinstance(linear, LowBitLinear) else None
-    if not isinstance(rows, QuantizedTensor):
+    if not isinstance(linear, LowBitLinear) or not isinstance(rows, QuantizedTensor):
         return Weight(linear.weight.detach())
     fmt, codes, scale = rows.format.fmt, rows.codes, rows.scale
     if (packed := linear.scheme.packed_weight) is not None:
@@ -72,7 +71,7 @@ class FusedStep:
         self._model, self._tables, self._eps = model, (cos, sin), config.rms_norm_eps
         window = config.sliding_window or 0
 
-        def product(linear: nn.Module, norm: nn.Module | None, swiglu: bool = False) -> tuple[Weight, Fused]:
+        def product(linear: Any, norm: Any, swiglu: bool = False) -> tuple[Weight, Fused]:
             bias = getattr(linear, "bias", None)
             weight = None if norm is None else norm.weight.detach()
             return read_weight(linear), Fused(weight, self._eps, None if bias is None else bias.detach(), swiglu)
@@ -80,12 +79,12 @@ class FusedStep:
         self._layers = []
         for layer in model.layers:
             attn, mlp = layer.attn, layer.mlp
-            norms = [None if norm is None else norm.weight.detach() for norm in (attn.q_norm, attn.k_norm)]
+            q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in (attn.q_norm, attn.k_norm))
             gate_up = product(mlp.gate_up, layer.mlp_norm, swiglu=True)
             self._layers.append(
                 _Layer(
                     product(attn.qkv, layer.attn_norm),
-                    Heads(config.head_dim**-0.5, window, *norms, self._eps),
+                    Heads(config.head_dim**-0.5, window, q_norm, k_norm, self._eps),
                     product(attn.o_proj, attn.sub_norm),
                     gate_up,
                     product(mlp.down_proj, mlp.sub_norm),

@@ -125,10 +125,10 @@ def _write_dense(model: Decoder, folder: Path) -> dict[str, Any]:
 
 def generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
     """The source's generation settings if they are available locally, else its special tokens. Raises UserError."""
-    from huggingface_hub import try_to_load_from_cache
-
     own = source.folder / GENERATION if source.folder else None
     if source.hub_id is not None:
+        from huggingface_hub import try_to_load_from_cache  # 0.1 s, which a shape or a folder does not need
+
         cached = try_to_load_from_cache(source.hub_id, GENERATION)
         own = Path(cached) if isinstance(cached, str) else None
     if own is not None and own.is_file():

@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     scale: None: 1/√D."""
     grouped = q.shape[1] != k.shape[1]
     in_one_order = torch.are_deterministic_algorithms_enabled()
-    if in_one_order and not q.is_cuda:
+    if in_one_order and not q.is_cuda and not isinstance(mask, BlockMask):
         return attend_rows(q, k, v, causal(q.shape[2], q.device) if mask is None else mask, scale)
     if isinstance(mask, BlockMask):
         # In a compiled layer it is traced with the rest; elsewhere it is compiled by itself.

@@ -15,9 +15,9 @@ log = logging.getLogger("qtrain")
 
 SAMPLE_COLUMNS = ("prompt", "continuation")
 
-NO_CURVES = {"step", "time", "data", "schemes", "samples"}
+NO_CURVES = {"step", "time", "data", "schemes", "start", "samples"}
 """Keys of a record that no tracker draws: step is the axis, trackers have a time of their own, and the others are the
-place in the data, the map of schemes and texts."""
+place in the data, the map of schemes, the parts of the start and texts."""
 
 
 def curves(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
