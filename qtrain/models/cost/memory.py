@@ -470,19 +470,18 @@ def _backward_bytes(
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
     # gate_up and of its activation, or the codes of gate_up's in both layouts, once down's input is freed; or
     # attention's in fp32, with keys and values expanded to all query heads, once all that the MLP kept is freed.
-    # Beside adapters down's input is kept for its own alone, and there is none of experts. Where down's input is
-    # recomputed, there are its codes, both whole gradients, and the codes of gate_up's gradient in both layouts.
-    down, rows = low_bit.layer.get("down_proj", LinearBytes(element)), rows_per_token(config, tokens)
+    # With adapters down's input has two gradients, and their sum; on a low-bit base its GEMM adds them. Where down's
+    # input is recomputed, there are its codes, both whole gradients, and the codes of gate_up's gradient in both
+    # layouts.
+    down = low_bit.layer.get("down_proj", LinearBytes(element))
     freed = element if down.kept_input is None else down.kept_input
-    if trained.adapters and (rows or not trained.adapts("down_proj")):
-        freed = 0
-    in_mlp = (3 * element - freed) * inner
+    in_mlp = (3 * element - freed + bool(trained.adapters and down == LinearBytes(element)) * element) * inner
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     # Of 8 bits: gate_up's output in full.
     gate_up_element = BYTES_PER_ELEMENT if low_bit.gate_up_8bit else element
     in_mlp += 2 * inner * element * low_bit.gate_up_8bit
-    if rows:
+    if rows := rows_per_token(config, tokens):
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
         own = rows * (in_mlp / inner * config.mixture.width + (1 + trained.adapts_experts) * c * element)
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)

@@ -79,10 +79,6 @@ class TrainedPart:
     def adapts_experts(self) -> bool:
         return any(a.active is not None for a in self.adapters)
 
-    def adapts(self, name: str) -> bool:
-        """Whether the linear `name` has adapters."""
-        return any(a.name == name for a in self.adapters)
-
     @property
     def bytes(self) -> int:
         """Bytes of the trained parameters, and of their gradients."""
