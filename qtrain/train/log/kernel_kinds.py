@@ -13,6 +13,7 @@ _RULES = (
     ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem|_add_in_order_kernel"),
     # Before GEMMs and copies: attention kernels of cutlass have gemm in their names, and convert what they summed.
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|AttentionKernel|dot_do_o|convert_dq"),
+    ("attention", r"_cached_attention_kernel"),
     ("optimizer", r"(^|\W)update_kernel|(^|\W)factors_kernel|_sum_of_squares_kernel|multi_tensor_apply|FusedOptimizer"),
     ("optimizer", r"fused_adam|aten::_foreach|newton_schulz"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|softmax_warp|softmax_(forward|backward)|logsumexp"),
@@ -30,7 +31,7 @@ _RULES = (
     ),
     # Which arithmetic, their names do not tell: FP8 and INT8 without a library's kernel, blocks, experts.
     ("GEMM Triton", r"_persistent_mm_kernel|_blockwise_mm_kernel|_blockwise_wgmma_kernel|_[mk]_grouped_\w*kernel"),
-    ("GEMM Triton", r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|triton_tem_fused_.*mm"),
+    ("GEMM Triton", r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|triton_tem_fused_.*mm"),
     ("GEMM", r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|qtrain::.*_mm"),
     ("quantize", r"quantize|absmax|amax|_dual_kernel|_encode_kernel|_group_scales_kernel|_groups_kernel|_mx_kernel"),
     ("quantize", r"_rowwise_bf16x2_kernel|_long_rows_kernel|_tiles_kernel|_select_scale_kernel|_restore_8bit_kernel"),
