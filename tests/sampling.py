@@ -5,6 +5,11 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/test_imports.py::test_a_plan_of_a_shape_imports_no_package_that_it_does_not_need": 0,
+    "tests/models/cost/test_memory.py::test_each_gradient_is_planned_once_at_the_end_of_backward": 1,
+    "tests/commands/test_evaluate.py::test_the_first_line_says_what_is_measured": 0,
+    "tests/train/test_distill_runs.py::test_a_teacher_that_changed_is_told_on_resume": 0,
+    "tests/quant/schemes/test_binary.py::test_it_learns_as_bitnet_does": 0,
     "tests/commands/test_generate.py::test_a_chat_in_a_terminal": 0,
     "tests/models/generation/test_same_bits.py::test_logits_are_those_of_training": 6,
     "tests/kernels/decode/test_weight_only_mm.py::test_kernel": 14,

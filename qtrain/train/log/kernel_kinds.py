@@ -31,7 +31,10 @@ _RULES = (
     ),
     # Which arithmetic, their names do not tell: FP8 and INT8 without a library's kernel, blocks, experts.
     ("GEMM Triton", r"_persistent_mm_kernel|_blockwise_mm_kernel|_blockwise_wgmma_kernel|_[mk]_grouped_\w*kernel"),
-    ("GEMM Triton", r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|triton_tem_fused_.*mm"),
+    (
+        "GEMM Triton",
+        r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|triton_tem_fused_.*mm",
+    ),
     ("GEMM", r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|qtrain::.*_mm"),
     ("quantize", r"quantize|absmax|amax|_dual_kernel|_encode_kernel|_group_scales_kernel|_groups_kernel|_mx_kernel"),
     ("quantize", r"_rowwise_bf16x2_kernel|_long_rows_kernel|_tiles_kernel|_select_scale_kernel|_restore_8bit_kernel"),
