@@ -84,7 +84,7 @@ def rows(settings: DecodeSettings, device: torch.device) -> Iterator[tuple[str, 
         free()
     if settings.transformers:
         for batch in batches:
-            yield f"transformers bf16, {batch}", cells_of(*time_of_transformers(batch, settings, device), batch)
+            yield f"transformers bf16, {batch}", cells_of(time_of_transformers(batch, settings, device), None, batch)
             free()
 
 
@@ -139,7 +139,7 @@ def floor_seconds(model: Decoder, batch: int, settings: DecodeSettings, device: 
     return (FusedStep(model, like, like).weight_bytes + cache) / describe_hardware(device).memory_bandwidth
 
 
-def time_of_transformers(batch: int, settings: DecodeSettings, device: torch.device) -> tuple[float, None]:
+def time_of_transformers(batch: int, settings: DecodeSettings, device: torch.device) -> float:
     """Seconds a step: the difference of two lengths, so that prompts and what is done once do not count."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -160,7 +160,7 @@ def time_of_transformers(batch: int, settings: DecodeSettings, device: torch.dev
     few, many = settings.steps // 4, settings.steps
     for _ in range(2):  # the longer first: the shorter one then takes its cache, and nothing is compiled again
         seconds(many), seconds(few)
-    return statistics.median((seconds(many) - seconds(few)) / (many - few) for _ in range(3)), None
+    return statistics.median((seconds(many) - seconds(few)) / (many - few) for _ in range(3))
 
 
 if __name__ == "__main__":

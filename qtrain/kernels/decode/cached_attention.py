@@ -12,7 +12,6 @@ exp(score - highest), and the values weighted by those. The new key is in regist
 stores it.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.decode.arrivals import arrival_counters, arrives_last
 
 BLOCK = 64
 """Keys that a CTA reads at once."""
@@ -189,10 +189,8 @@ def _cached_attention_kernel(
         tl.store(part_ptr + mine * ROWS * D + place, total)
         tl.store(stats_ptr + mine * ROWS + head, highest)
         tl.store(stats_ptr + stats + mine * ROWS + head, weight_sum)
-        tl.debug_barrier()  # all of the CTA's stores come before its arrival
-        last = tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel") == SPEC.parts - 1
+        last = arrives_last(arrived_ptr + program, PARTS)
         if last:
-            tl.store(arrived_ptr + program, 0)
             at_parts = (program * SPEC.parts + tl.arange(0, SPEC.parts))[:, None] * ROWS + head[None]
             all_highest = tl.load(stats_ptr + at_parts, cache_modifier=".cg")  # [parts, rows]
             all_sums = tl.load(stats_ptr + stats + at_parts, cache_modifier=".cg")
@@ -207,12 +205,6 @@ def _cached_attention_kernel(
         out = total / weight_sum[:, None]
         offset = (program.to(tl.int64) * SPEC.group + head)[:, None] * D + dim[None]
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), real)
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros, as every launch leaves them."""
-    return torch.zeros(65536, dtype=torch.int32, device=device)
 
 
 def launch_cached_attention(
@@ -232,7 +224,7 @@ def launch_cached_attention(
     part, stats = (qkv.new_empty(size, dtype=torch.float32) for size in (many * d, 2 * many))
     norms = (qkv if norm is None else norm for norm in (heads.q_norm, heads.k_norm))
     _cached_attention_kernel[(programs, parts)](
-        qkv, keys, values, at, cos, sin, *norms, out, part, stats, _counters(qkv.device),
+        qkv, keys, values, at, cos, sin, *norms, out, part, stats, arrival_counters(qkv.device),
         places, heads.scale, heads.window, heads.eps, SPEC=spec, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

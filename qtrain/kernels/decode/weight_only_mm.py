@@ -18,7 +18,6 @@ SwiGLU, and the residual stream that the result is added to.
 More rows (a prompt) compute for longer than they read: the weight is dequantized, and cuBLAS multiplies.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from qtrain.core.hardware import has_fp8, has_ptx
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.decode.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.decode.quantize_normed import quantize_normed
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 
@@ -325,10 +325,8 @@ def _tile_kernel(
         offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None]
         size: tl.constexpr = BLOCK_M * BLOCK_N
         tl.store(parts_ptr + (part * tiles + tile) * size + offsets, total)
-        tl.debug_barrier()  # all of the CTA's stores come before its arrival
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        last = arrives_last(arrived_ptr + tile, SPLIT)
         if last:
-            tl.store(arrived_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
             for other in tl.static_range(SPLIT):
                 total += tl.load(parts_ptr + (other * tiles + tile) * size + offsets, cache_modifier=".cg")
@@ -410,12 +408,6 @@ def _multiplies_codes(x: Tensor, weight: Weight) -> bool:
     return weight.fmt == "int8" or (weight.fmt == "e4m3" and has_fp8(x.device))
 
 
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros, as every launch leaves them."""
-    return torch.zeros(16384, dtype=torch.int32, device=device)
-
-
 def launch_weight_only_mm(x: Tensor, weight: Weight, fused: Fused, name: str) -> Tensor:
     """`weight_only_mm` by the kernel of this name, in `GEMV` for one row, else in `TILES`."""
     (m, k), codes, like = x.shape, weight.codes, x
@@ -449,7 +441,7 @@ def launch_weight_only_mm(x: Tensor, weight: Weight, fused: Fused, name: str) ->
     if spec.native:
         x_strides = (x_scale.stride(0), x_scale.stride(1) if x_scale.ndim == 2 else 0)
     _tile_kernel[(tiles, tile.split)](
-        x, x_scale, codes, scale, bias, residual, y, parts, _counters(x.device), m, n, k, *x_strides, *strides,
+        x, x_scale, codes, scale, bias, residual, y, parts, arrival_counters(x.device), m, n, k, *x_strides, *strides,
         SPEC=spec, BLOCK_N=tile.block_n, UNITS=_units(tile.bytes, codes, spec), SPLIT=tile.split,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
     qkv = norm(x) · Wᵀ      attention over the cache      x += y · Wᵀ      y = swiglu(norm(x) · Wᵀ)      x += y · Wᵀ
 
-Weights are read as the codes that training multiplies with; activations stay in the model's dtype, where training's
-GEMMs quantize them too. So it differs from the model's forward pass by the rounding of activations.
+Weights are read as the codes that training multiplies with. Activations of one row stay in the model's dtype, where
+training's GEMMs quantize them too; those of several are quantized where tensor cores multiply such codes
+(`weight_only_mm.py`). So it differs from the model's forward pass by the rounding of activations.
 """
 
 from collections.abc import Sequence
@@ -80,13 +81,12 @@ class FusedStep:
         for layer in model.layers:
             attn, mlp = layer.attn, layer.mlp
             q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in (attn.q_norm, attn.k_norm))
-            gate_up = product(mlp.gate_up, layer.mlp_norm, swiglu=True)
             self._layers.append(
                 _Layer(
                     product(attn.qkv, layer.attn_norm),
                     Heads(config.head_dim**-0.5, window, q_norm, k_norm, self._eps),
                     product(attn.o_proj, attn.sub_norm),
-                    gate_up,
+                    product(mlp.gate_up, layer.mlp_norm, swiglu=True),
                     product(mlp.down_proj, mlp.sub_norm),
                 )
             )
@@ -95,8 +95,10 @@ class FusedStep:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights and scales that a step reads."""
-        weights = [weight for layer in self._layers for weight, _ in (layer.qkv, layer[2], layer.gate_up, layer[4])]
-        tensors = [t for weight in (*weights, self._head[0]) for t in (weight.codes, weight.scale) if t is not None]
+        products = [self._head]
+        for layer in self._layers:
+            products += [layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj]
+        tensors = [t for weight, _ in products for t in (weight.codes, weight.scale) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def __call__(self, token: Tensor, at: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -7,12 +7,11 @@ by rows (`native/row_attention.py`). It is refused where a scale or a library lo
 
 from torch import Tensor, nn
 
+from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.native.attention import Attention
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.mlp import MLP
 from qtrain.quant.linear import LowBitLinear
-
-OWN_ROW = ("rowwise", "1x128", "1x32", "1x16")
 
 
 def why_other_bits(model: nn.Module, places: int = 0) -> str | None:
@@ -40,7 +39,7 @@ def _why_not(linear: LowBitLinear) -> str | None:
         return "its activations are in high precision, for which cuBLAS chooses a kernel by the number of rows"
     if getattr(w, "tensor_scale", None) is not None or x.scale_dtype.itemsize != 4:
         return f"products of {x.fmt} with scales below fp32 are a library's, or add in another order for each shape"
-    if x.granularity in OWN_ROW:
+    if GRANULARITIES[x.granularity][0] == 1:  # a row's own
         return None
     if x.granularity != "tensorwise":
         return f"a scale of {x.granularity} blocks of its activations sees rows of other texts"

@@ -83,7 +83,7 @@ class TrainSettings:
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of ranks that divides the step's micro-batches, with
     one --micro_batch_size, and in every run; costs an exchange of gradients per micro-batch, and on a GPU takes
-    attention kernels half as fast."""
+    attention kernels half as fast and GEMM kernels that are not timed."""
 
     gradient_wire: Literal["exact", "int8", "fp8", "int4"] = "exact"
     """Dtype of gradients in the reduce-scatter; exact: their own; the others are rounded stochastically, with one scale
