@@ -4,6 +4,8 @@ It gives the codes of `quantize(rms_norm(x))`: the norm is rounded to x's dtype 
 CTA holds a row.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,8 +45,9 @@ def quantize_normed(x: Tensor, norm: Tensor | None, eps: float, fmt: str, granul
 
 @triton.jit
 def _quantize_normed_kernel(
-    # x fp32 or bf16 [m, k], norm [k], codes [m, k], contiguous; scales fp32, one a group, with their strides.
-    x_ptr, norm_ptr, codes_ptr, scale_ptr, k, eps, row_stride, group_stride,
+    # x fp32 or bf16 [m, k], norm [k], contiguous; out [m, k]: codes, or x's dtype where CODE is None. Scales fp32, one
+    # a group, with their strides.
+    x_ptr, norm_ptr, out_ptr, scale_ptr, k, eps, row_stride, group_stride,
     NORM: tl.constexpr, CODE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A row, as GROUPS groups of WIDTH elements that share a scale."""
@@ -57,25 +60,52 @@ def _quantize_normed_kernel(
         value = x.to(tl.float32)
         value *= tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / k + eps)
         x = (value * tl.load(norm_ptr + place, inside, 0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
-    amax = tl.max(abs_bits(x), 1)
-    nonfinite = tl.max(amax, 0) >= 0x7F800000
-    scale = scale_from_amax(amax, CODE)
-    tl.store(scale_ptr + row * row_stride + group * group_stride, scale, group * WIDTH < k)
-    codes = encode(zero_nonfinite(x, nonfinite), inv_scale_of(scale, nonfinite)[:, None], 0, False, False, CODE)
-    tl.store(codes_ptr + row * k + place, codes, inside)
+    if CODE is None:
+        tl.store(out_ptr + row * k + place, x, inside)
+    else:
+        amax = tl.max(abs_bits(x), 1)
+        nonfinite = tl.max(amax, 0) >= 0x7F800000
+        scale = scale_from_amax(amax, CODE)
+        tl.store(scale_ptr + row * row_stride + group * group_stride, scale, group * WIDTH < k)
+        codes = encode(zero_nonfinite(x, nonfinite), inv_scale_of(scale, nonfinite)[:, None], 0, False, False, CODE)
+        tl.store(out_ptr + row * k + place, codes, inside)
 
 
 def launch_quantize_normed(
     x: Tensor, norm: Tensor | None, eps: float, fmt: str, granularity: str
 ) -> tuple[Tensor, Tensor]:
     """The kernel for `quantize_normed_ref`."""
-    (m, k), (codes, scale) = x.shape, empty_codes(x, fmt, granularity)
+    codes, scale = empty_codes(x, fmt, granularity)
+    strides = (scale.stride(0), scale.stride(1) if scale.ndim == 2 else 0)
+    width = 128 if granularity == "1x128" else None
+    _launch(x, norm, eps, codes.view(torch.int8), scale, strides, encoding(fmt, x.device), width)
+    return codes, scale
+
+
+def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """RMSNorm of contiguous rows x [M, K] with weight norm [K]: fp32, rounded once to x's dtype."""
+    if not x.is_cuda or x.shape[1] > LONGEST or forced() == "ref":
+        return F.rms_norm(x, x.shape[-1:], norm, eps)
+    return launch_normed(x, norm, eps)
+
+
+def launch_normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The kernel for `normed`."""
+    out = torch.empty_like(x)
+    _launch(x, norm, eps, out, out, (0, 0), None, None)
+    return out
+
+
+def _launch(
+    x: Tensor, norm: Tensor | None, eps: float, out: Tensor, scale: Tensor, scale_strides: tuple[int, int],
+    code: Any, width: int | None,
+) -> None:  # fmt: skip
+    """width: of a group that shares a scale; None: a row."""
+    m, k = x.shape
     block = max(triton.next_power_of_2(k), 256)
-    width = 128 if granularity == "1x128" else block
+    width = width or block
     _quantize_normed_kernel[(m,)](
-        x, x if norm is None else norm, codes.view(torch.int8), scale, k, eps,
-        scale.stride(0), scale.stride(1) if scale.ndim == 2 else 0,
-        NORM=norm is not None, CODE=encoding(fmt, x.device), GROUPS=block // width, WIDTH=width,
+        x, x if norm is None else norm, out, scale, k, eps, *scale_strides,
+        NORM=norm is not None, CODE=code, GROUPS=block // width, WIDTH=width,
         num_warps=min(max(block // 1024, 4), 16), enable_fp_fusion=False,
     )  # fmt: skip
-    return codes, scale

@@ -29,7 +29,7 @@ from qtrain.core.hardware import has_fp8, has_ptx
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.decode.arrivals import arrival_counters, arrives_last
-from qtrain.kernels.decode.quantize_normed import quantize_normed
+from qtrain.kernels.decode.quantize_normed import normed, quantize_normed
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 
 MOST_ROWS = 64
@@ -376,7 +376,14 @@ GEMV: dict[str, Gemv] = _named(
     [Gemv(4, 512, 1, 4), Gemv(8, 512, 1, 3), Gemv(4, 1024, 4, 3), Gemv(8, 512, 4, 4), Gemv(4, 1024, 2, 3)]
 )
 TILES: dict[str, Tile] = _named(
-    [Tile(64, 128, 4, 4), Tile(128, 128, 4, 3), Tile(64, 128, 4, 4, 4), Tile(64, 256, 4, 3, 4), Tile(64, 128, 4, 4, 8)]
+    [
+        Tile(64, 128, 4, 4),
+        Tile(64, 128, 4, 4, 4),
+        Tile(64, 256, 4, 4),
+        Tile(64, 512, 4, 3),
+        Tile(64, 512, 4, 3, 2),
+        Tile(128, 256, 8, 4, 4),
+    ]
 )
 
 
@@ -417,7 +424,7 @@ def launch_weight_only_mm(x: Tensor, weight: Weight, fused: Fused, name: str) ->
         granularity = "1x128" if spec.group else "rowwise"
         x, x_scale = quantize_normed(x, fused.norm, fused.eps, weight.fmt, granularity)
     elif fused.norm is not None and not spec.norm:
-        x = F.rms_norm(x, x.shape[-1:], fused.norm, fused.eps)
+        x = normed(x, fused.norm, fused.eps)
     if spec.packing > 1:  # words of codes, and the elements of x apart that are multiplied with each field of a word
         codes = codes.view(torch.int32)
         x = x.view(m, -1, spec.packing).permute(2, 0, 1).contiguous()

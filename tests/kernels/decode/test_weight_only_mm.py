@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.kernels.decode import weight_only_mm as module
-from qtrain.kernels.decode.quantize_normed import launch_quantize_normed, quantize_normed_ref
+from qtrain.kernels.decode.quantize_normed import launch_normed, launch_quantize_normed, quantize_normed_ref
 from qtrain.kernels.decode.weight_only_mm import (
     GEMV,
     PLAIN,
@@ -109,6 +109,13 @@ def test_quantize_normed(fmt, granularity, normed):
     # Sums over a row are added in another order: a code may fall to the other side of a tie.
     assert (codes.float() != expected.float()).float().mean() < 0.002
     assert not codes[2].float().any()
+
+
+def test_normed():
+    x, _, fused = case("int8", "rowwise", 5, False)
+    x[2] = 0
+    expected = F.rms_norm(x.double(), (K,), fused.norm.double(), fused.eps)
+    torch.testing.assert_close(launch_normed(x, fused.norm, fused.eps).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("m", [1, 3])
