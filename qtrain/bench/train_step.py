@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -289,7 +290,10 @@ def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
 
 
 def reason_of(done: subprocess.CompletedProcess) -> str:
-    """Why a process failed: the last line of what it said."""
+    """Why a process failed: the signal that ended it, or the last line of what it said."""
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return name + (", as the kernel does when host memory runs out" if name == "SIGKILL" else "")
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 

@@ -136,6 +136,8 @@ class MeasuredModel:
             yield build_model(self.source, impl=self._impl, pretrained=True, **where), None
             return
         run = self._restored(device)
+        if not run.optimizer.averages_weights:
+            run.optimizer.state.clear()  # no step follows: its memory is free for caches and activations
         with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
             yield run.model, run
 
