@@ -148,8 +148,8 @@ class _AnyHead(torch.autograd.Function):
             # Taken before the logits are overwritten: a view that has changed since gets a backward of copies.
             edge = get_gradient_edge(logits) if logits.requires_grad else None
             gradient, entropy = logits.detach(), entropy_of(chunk)  # in the same memory
-            quantizes = isinstance(head, LowBitLinear) and head.reads_softmax_gradient(gradient, needs_hidden)
-            if edge is not None and entropy is cross_entropy and quantizes:
+            plain = edge is not None and entropy is cross_entropy and isinstance(head, LowBitLinear)
+            if plain and head.reads_softmax_gradient(gradient, needs_hidden):
                 losses, gradient = softmax_gradient(gradient, labels[chunk], z_loss)
             else:
                 losses = entropy(gradient, labels[chunk], z_loss, edge is not None)
