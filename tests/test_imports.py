@@ -40,7 +40,7 @@ INNER = {
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
     "kernels.norm": {"kernels.compiler", "kernels.autotune"},
     "kernels.optim": {"kernels.compiler", "kernels.numerics"},
-    "kernels.cross_entropy": {"kernels.compiler"},
+    "kernels.cross_entropy": {"kernels.compiler", "kernels.numerics"},
     "kernels.distillation": {"kernels.compiler", "kernels.cross_entropy"},
     "data.tokenizers": set(),
     "data": {"data.tokenizers"},

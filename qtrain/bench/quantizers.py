@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
+from qtrain.bench.loss_codes import loss_case
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
@@ -143,9 +144,15 @@ class QuantizerRow:
     prepare: Callable[[tuple[int, int], torch.device], Case]
 
 
+def _error_of_gradient(x: Tensor, codes: Tensor, scale: Tensor) -> float:
+    return _error(x, codes, scale, Quantizer("e4m3", "tensorwise", given=True), "tensorwise")
+
+
 QUANTIZER_ROWS = [
     *(QuantizerRow(q.name, partial(quantizer_case, q)) for q in QUANTIZERS),
     QuantizerRow("transpose of 8 bits", transpose_case),
+    QuantizerRow("loss, its gradient in bf16, e4m3 of that", loss_case(False, _error_of_gradient)),
+    QuantizerRow("loss, e4m3 of its gradient from logits", loss_case(True, _error_of_gradient)),
 ]
 
 

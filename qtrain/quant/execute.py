@@ -18,6 +18,7 @@ from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, record_amax
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.operators import quantize_dual_delayed
+from qtrain.kernels.quantize.softmax_grad import quantize_softmax_grad_delayed, supports_softmax_grad
 from qtrain.kernels.swiglu.quantize import (
     activation_dots,
     quantize_swiglu,
@@ -37,6 +38,7 @@ from qtrain.quant.tensor_roles import (
     TensorName,
 )
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
+from qtrain.tensors.softmax_gradient import SoftmaxGradient
 
 
 class Exchange(Protocol):
@@ -119,7 +121,13 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     (rows, columns), rounding = request.formats, request.rounding
     # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
     power_of_two, fmt, amax = request.scheme.power_of_two, (rows or columns).fmt, None
-    if rows and columns:
+    if isinstance(t, SoftmaxGradient) and writes_softmax_codes(request.scheme, request.needs, t.source.logits):
+        x, source = t, t.source
+        codes, codes_t, scale, amax = quantize_softmax_grad_delayed(
+            source.logits, source.log_total, source.labels, source.z_loss, fmt, delayed.scale, power_of_two,
+            columns is not None,
+        )  # fmt: skip
+    elif rows and columns:
         # The absmax comes with the codes, from the same read: the next steps' scale costs no pass of its own.
         x, index = with_index(t)
         codes, codes_t, scale, amax = quantize_dual_delayed(x, fmt, delayed.scale, *rounding, power_of_two, *index)
@@ -204,6 +212,14 @@ def writes_swiglu_codes(scheme: LowBitScheme, name: TensorName, needs: NeedsOper
         return rows == columns
     one_format = columns._replace(granularity=rows.granularity) == rows
     return one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)
+
+
+def writes_softmax_codes(scheme: LowBitScheme, needs: NeedsOperand, logits: Tensor) -> bool:
+    """Whether `quantize_operands` of these logits' `SoftmaxGradient` needs none of its values."""
+    rows, columns = scheme.formats_of("dy", needs)
+    if not scheme.amax_history or rows is None or (needs.columns and columns != rows):
+        return False
+    return not any(scheme.rounds("dy")) and supports_softmax_grad(logits, rows.fmt)
 
 
 def rowwise_swiglu(

@@ -19,7 +19,7 @@ from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
-from qtrain.quant.execute import Exchange, quantize_operands
+from qtrain.quant.execute import Exchange, quantize_operands, writes_softmax_codes
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.quantizers import ReuseBuffers
 from qtrain.quant.scales import Reduce
@@ -200,6 +200,11 @@ class LowBitLinear(nn.Module):
             x.reshape(-1, self.in_features), self.weight, self.bias, arguments, torch.is_grad_enabled()
         )
         return y.view(*x.shape[:-1], self.out_features) if exchange is None else y
+
+    def reads_softmax_gradient(self, logits: Tensor, needs_dx: bool) -> bool:
+        """Whether backward, given the `SoftmaxGradient` of these outputs, computes codes of it and reads no values."""
+        needs = NeedsOperand(needs_dx, self.weight.requires_grad)
+        return self.bias is None and self.probe is None and writes_softmax_codes(self.scheme, needs, logits)
 
     def arguments(self) -> LinearArguments:
         """What the autograd functions of this module and of `swiglu_mlp` need besides x, weight and bias."""

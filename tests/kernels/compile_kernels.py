@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qtrain.core import hardware
-from qtrain.kernels.cross_entropy import launch_cross_entropy
+from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
 from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
 from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
@@ -54,6 +54,7 @@ from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
+from qtrain.kernels.quantize.softmax_grad import launch_quantize_softmax_grad, launch_softmax_grad_scale
 from qtrain.kernels.quantize.tiled import launch_tiled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
@@ -425,6 +426,11 @@ def updates() -> Iterator[Case]:
         labels = zeros(16, dtype=torch.int64)
         yield dtype is BF16, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 1000, dtype=d), y, 0.0, True)
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
+        for width in (151936, 61):
+            yield (
+                dtype is BF16 and width == 61,
+                lambda d=dtype, y=labels, w=width: launch_cross_entropy_statistics(zeros(16, w, dtype=d), y, 1e-4),
+            )
         for width, grad in ((1000, True), (151936, False)):
             yield (
                 dtype is BF16 and grad,
@@ -432,6 +438,19 @@ def updates() -> Iterator[Case]:
                     zeros(16, w, dtype=d), zeros(16, w, dtype=d), y, 1e-4, 0.5, 2.0, g
                 ),
             )
+
+
+def softmax_grads() -> Iterator[Case]:
+    for fmt in ("e4m3", "e5m2"):
+        for m, k in ((256, 512), (48, 1008)):
+            source = zeros(m, k), zeros(m, dtype=FP32), zeros(m, dtype=torch.int64), 1e-4
+            scale, amax = zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
+            yield fmt == "e4m3", lambda x=source, f=fmt, s=scale: launch_softmax_grad_scale(*x, s, f, False)
+            for columns in (True, False):
+                yield (
+                    fmt == "e4m3" and columns,
+                    lambda x=source, f=fmt, s=scale, a=amax, c=columns: launch_quantize_softmax_grad(*x, f, s, a, c),
+                )
 
 
 def frozen_weights() -> Iterator[Case]:
@@ -474,7 +493,10 @@ def decode() -> Iterator[Case]:
         )
 
 
-GROUPS = (decode, quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
+GROUPS = (
+    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, updates,
+    frozen_weights,
+)  # fmt: skip
 TUNED = {
     "_gemv_kernel",
     "_tile_kernel",

@@ -20,6 +20,8 @@ from qtrain.models.cost.memory import StepShape, estimate_memory
 from qtrain.models.cost.saved_activations import LowBitBytes
 from qtrain.models.native import decoder, mlp
 from qtrain.models.native.attention import attention_mask
+from qtrain.quant import SCHEMES
+from qtrain.quant.linear import LowBitLinear
 from tests.models.families import ModelSource, source_of
 
 pytestmark = pytest.mark.gpu
@@ -173,6 +175,48 @@ def test_loss_and_gradients_near_fp64_and_free_of_the_chunk_count(dtype, chunks)
     for found, exact in ((hidden.grad, x.grad), (head.weight.grad, w.grad)):
         assert found.dtype == dtype
         assert (found.double() - exact).norm() / exact.norm() <= tolerance
+
+
+@pytest.mark.parametrize(("tokens", "frozen"), [(1024, False), (1024, True), (1000, False)])  # 1000: no kernel takes it
+def test_an_fp8_head_with_delayed_scales_never_writes_the_gradient_of_its_logits(tokens, frozen):
+    """Loss and gradients in two chunks, ordinary and as a CUDA graph, as with the gradient in memory, and no further
+    from fp64."""
+    scheme = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "--quantize")
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 256, device="cuda").bfloat16().requires_grad_()
+    plain = nn.Linear(256, 3008, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(not frozen)
+    labels = torch.randint(0, 3008, (tokens,), device="cuda")
+    labels[::9] = -100
+    x, w = hidden.detach().double().requires_grad_(), plain.weight.detach().double().requires_grad_()
+    nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum").backward()
+    errors, logits = [], []
+    for in_memory in (False, True):
+        head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64, device="cuda"))
+        head.register_forward_hook(lambda module, args, y: logits.append((y.detach(), y.detach().clone())))
+        if in_memory:
+            head.reads_softmax_gradient = lambda *_: False
+
+        def step(head=head) -> list[torch.Tensor]:
+            logits.clear()
+            trained = [hidden] if frozen else [hidden, plain.weight]
+            return list(torch.autograd.grad(linear_cross_entropy(hidden, head, labels, 2).loss, trained))
+
+        step()  # without a history
+        assert head.dy_amax.item() == pytest.approx(1.0, rel=0.01)
+        head.x_scale.copy_(hidden.abs().amax().float() / 448)
+        head.dy_scale.fill_(1 / 448)
+        found = step()
+        last = tokens - 512  # tokens of the second chunk
+        kept = [torch.equal(y, before) for y, before in logits]
+        assert kept == [not in_memory, not in_memory and last % 16 == 0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = step()
+        graph.replay()
+        assert all(map(torch.equal, replayed, found))
+        exact = [x.grad] if frozen else [x.grad, w.grad]
+        errors.append([((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)])
+    assert all(new <= old * 1.001 < 0.05 for new, old in zip(*errors, strict=True)), errors
 
 
 def test_initial_weights_on_the_gpu_are_reproducible():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
+from qtrain.quant.linear import LowBitLinear
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
@@ -177,6 +178,31 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)
     assert train(resumed, 4) == train(whole, 4)
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_learns_the_same_without_the_gradient_of_its_logits_in_memory(tied):
+    """Two micro-batches a step, two chunks each, z-loss, masked labels; in fp32 both ways have the same codes."""
+
+    def train(in_memory: bool) -> list[Tensor]:
+        model = build_model(ModelSource("tiny", {**TINY, "tie_word_embeddings": tied}, "--model"), seed=0)
+        model.loss_chunks, model.z_loss = 2, 1e-3
+        quantized = quantize_linears(model, scheme(scaling="delayed"), seed=3, head=model.lm_head, quantize_head=True)
+        assert isinstance(model.lm_head, LowBitLinear)
+        if in_memory:
+            model.lm_head.reads_softmax_gradient = lambda *_: False
+        optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 0.01, seed=0)
+        quantized.track_versions(optimizer)
+        forward, losses = language_forward(model, None), []
+        for step in range(4):
+            batches = [masked_batch(seed=step), masked_batch(seed=step + 50)]
+            gradients = compute_gradients(model, forward, quantized, batches, step)
+            apply_gradients(optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+            losses.append(gradients.loss)
+        return [torch.tensor(losses), quantized.amax.history[..., :4], model.lm_head.weight.detach()]
+
+    for one, other in zip(train(False), train(True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

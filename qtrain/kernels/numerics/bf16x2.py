@@ -132,9 +132,8 @@ def fast_inv_scale(scale, nonfinite, PTX: tl.constexpr):
 
 
 @triton.jit
-def _round_to_nearest(bits, inv_scale, CODE: tl.constexpr):
-    """Bits of fp32 x -> the code in byte 0, or x / scale where the GPU converts it."""
-    x = bits.to(tl.float32, bitcast=True)
+def round_to_nearest(x, inv_scale, CODE: tl.constexpr):
+    """fp32 x -> the code in byte 0, or x / scale where the GPU converts it as it packs."""
     if CODE.fmt.is_float:
         if CODE.fp8_cvt:
             return x * inv_scale
@@ -217,8 +216,8 @@ def scale_bf16x2(
         first = _round_stochastically(first, _noise(rng_words, half_unit, False, CODE), CODE)
         second = _round_stochastically(second, _noise(rng_words, half_unit, True, CODE), CODE)
     else:
-        first = _round_to_nearest(low_half(bf16x2), inv_first, CODE)
-        second = _round_to_nearest(high_half(bf16x2), inv_second, CODE)
+        first, second = halves_f32(bf16x2)
+        first, second = round_to_nearest(first, inv_first, CODE), round_to_nearest(second, inv_second, CODE)
     return first, second
 
 
@@ -299,4 +298,37 @@ def pack_two_halves(a, b, PTX: tl.constexpr):
     if PTX:
         return select_bytes(a, b, "0x5410")
     else:
-        return a | (b << 16)
+        return (a & 0xFFFF) | (b << 16)
+
+
+@triton.jit
+def pack_high_halves(a, b, PTX: tl.constexpr):
+    """The high halves of a and b as int32, that of a in the low half."""
+    if PTX:
+        return select_bytes(a, b, "0x7632")
+    else:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
+def two_codes(a, b, CODE: tl.constexpr):
+    """The codes of a and b, rounded to nearest, in the low half of int32, that of a in the lowest byte."""
+    if CODE.ptx and CODE.fmt.is_float and CODE.fp8_cvt:
+        CVT: tl.constexpr = "cvt.rn.satfinite." + CODE.fmt.name + "x2.f32"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 s; " + CVT + " s, $2, $1; cvt.u32.u16 $0, s; }",
+            "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return a | (b << 8)
+
+
+@triton.jit
+def transpose_two_codes(upper, lower, PTX: tl.constexpr):
+    """`two_codes` of a row and of the row below -> the codes of both rows in the first column (low half, that of the
+    upper row in the lowest byte) and in the second (high half)."""
+    if PTX:
+        return select_bytes(upper, lower, "0x5140")
+    else:
+        first, second = (upper & 0xFF) | ((lower & 0xFF) << 8), ((upper >> 8) & 0xFF) | (lower & 0xFF00)
+        return first | (second << 16)

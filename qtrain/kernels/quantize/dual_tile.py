@@ -20,10 +20,10 @@ from qtrain.kernels.quantize.gather_rows import load_token, load_weight, times_w
 
 
 @triton.jit
-def _load_four_rows(ptrs, stride, inside):
-    """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
-    first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
-    return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
+def load_four_rows(ptrs, stride, inside, OUTSIDE: tl.constexpr = 0):
+    """Words at `ptrs` and at the same places of the three rows below; OUTSIDE where not inside."""
+    first, second = tl.load(ptrs, inside, OUTSIDE), tl.load(ptrs + stride, inside, OUTSIDE)
+    return first, second, tl.load(ptrs + 2 * stride, inside, OUTSIDE), tl.load(ptrs + 3 * stride, inside, OUTSIDE)
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _load_gathered_rows(
 def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
     """Four rows of y = swiglu(x), whose rows of `words` words are gate, then up, in x."""
     # A row of x is 2 * words words: gate, and up at a distance of words.
-    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, 2 * words, inside)
-    up0, up1, up2, up3 = _load_four_rows(gate_ptrs + words, 2 * words, inside)
+    x0, x1, x2, x3 = load_four_rows(gate_ptrs, 2 * words, inside)
+    up0, up1, up2, up3 = load_four_rows(gate_ptrs + words, 2 * words, inside)
     y0, y1 = swiglu_bf16x2(x0, up0, PTX), swiglu_bf16x2(x1, up1, PTX)
     return y0, y1, swiglu_bf16x2(x2, up2, PTX), swiglu_bf16x2(x3, up3, PTX)
 
@@ -74,13 +74,13 @@ def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, do
     `half` words each. That of gate comes with the block's `router_dots`: dots are their pointer or None, the first row,
     and the rows in all."""
     dots_ptr, first, m = dots
-    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
-    dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
+    x0, x1, x2, x3 = load_four_rows(gate_ptrs, words, inside)
+    dy0, dy1, dy2, dy3 = load_four_rows(dy_ptrs, half, inside)
     if block >= blocks:  # a scalar branch: a CTA's tile is of gate or of up, and only gate's reads up
         x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
         x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
     else:
-        up0, up1, up2, up3 = _load_four_rows(gate_ptrs + half, words, inside)
+        up0, up1, up2, up3 = load_four_rows(gate_ptrs + half, words, inside)
         x0, dots0 = gate_grad_bf16x2(dy0, x0, up0, PTX)
         x1, dots1 = gate_grad_bf16x2(dy1, x1, up1, PTX)
         x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
@@ -163,7 +163,7 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
         row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
         return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
     else:
-        return _load_four_rows(x_ptr + start + offset, words, inside)
+        return load_four_rows(x_ptr + start + offset, words, inside)
 
 
 @triton.jit

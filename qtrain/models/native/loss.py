@@ -7,6 +7,7 @@ gradient exists from the forward pass on, in fp32, so that chunks accumulate acc
 gradients of logits are of order 1, which suits bf16.
 
 For any other module as head (a quantized linear) its own backward gives a chunk's gradients, in the forward pass too.
+Where it reads FP8 codes of the logits' gradient, they are computed from the logits, and the gradient is never written.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from qtrain.kernels.cross_entropy import cross_entropy
 from qtrain.kernels.elementwise import add_in_order, scaled
 from qtrain.models.native.mlp_chunks import ALIGNMENT
+from qtrain.quant.linear import LowBitLinear
+from qtrain.tensors.softmax_gradient import softmax_gradient
 
 
 class LossSums(NamedTuple):
@@ -144,8 +147,13 @@ class _AnyHead(torch.autograd.Function):
                 logits = head(x)
             # Taken before the logits are overwritten: a view that has changed since gets a backward of copies.
             edge = get_gradient_edge(logits) if logits.requires_grad else None
-            gradient = logits.detach()  # in the same memory
-            sums = entropy_of(chunk)(gradient, labels[chunk], z_loss, edge is not None).sum(dim=1)
+            gradient, entropy = logits.detach(), entropy_of(chunk)  # in the same memory
+            plain = edge is not None and entropy is cross_entropy and isinstance(head, LowBitLinear)
+            if plain and head.reads_softmax_gradient(gradient, needs_hidden):
+                losses, gradient = softmax_gradient(gradient, labels[chunk], z_loss)
+            else:
+                losses = entropy(gradient, labels[chunk], z_loss, edge is not None)
+            sums = losses.sum(dim=1)
             if edge is None:
                 return sums
             found = torch.autograd.grad(edge, [x, *trained] if needs_hidden else trained, gradient)

@@ -78,6 +78,97 @@ def test_a_quantized_head_runs_once_per_chunk_with_the_gradients_of_its_own_back
     assert relative(ours[0], hidden.grad.double()) < 1e-3 and relative(ours[1], head.weight.grad.double()) < 1e-3
 
 
+def delayed_head(dtype: torch.dtype, bias: bool = False, **options):
+    """hidden, labels, and an FP8 head under delayed scaling that has no history yet."""
+    hidden, head, labels = case(dtype, bias=bias)
+    scheme = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed", **options}, "--quantize")
+    return hidden, LowBitLinear(head, scheme, torch.zeros(3, dtype=torch.int64)), labels
+
+
+def logits_of(head: LowBitLinear) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A list that receives the logits of each chunk, and their values before anything overwrites them."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    head.register_forward_hook(lambda module, args, y: found.append((y.detach(), y.detach().clone())))
+    return found
+
+
+def with_the_gradient_in_memory(head: LowBitLinear) -> None:
+    head.reads_softmax_gradient = lambda *_: False
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5 / 448])  # the gradient's own, as in a first step; one of a history
+@pytest.mark.parametrize(("chunks", "frozen"), [(1, False), (3, False), (3, True)])
+def test_codes_of_the_gradient_are_computed_from_the_logits(chunks, frozen, scale):
+    """The gradient is never written: the logits stay. Products and the recorded absmax are those of its codes."""
+    found = []
+    for in_memory in (False, True):
+        hidden, head, labels = delayed_head(torch.float32)
+        head.weight.requires_grad_(not frozen)
+        head.dy_scale.fill_(scale)
+        if in_memory:
+            with_the_gradient_in_memory(head)
+        logits = logits_of(head)
+        sums = linear_cross_entropy(hidden, head, labels, chunks, 0.01)
+        sums.loss.backward()
+        assert len(logits) == chunks and all(torch.equal(y, before) != in_memory for y, before in logits)
+        found.append([sums.loss.detach(), sums.nll, head.dy_amax, hidden.grad])
+        found[-1] += [] if frozen else [head.weight.grad]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gradient_that_is_quantized_unrounded_is_nearer_to_fp64():
+    """Products with the gradient in fp64, of the values that the head multiplies; summed over seeds."""
+    errors = torch.zeros(2)
+    for seed in range(12):
+        for way in range(2):
+            torch.manual_seed(seed)
+            hidden = (2 * torch.randn(256, 64)).bfloat16().requires_grad_()
+            plain, labels = nn.Linear(64, 512, bias=False).bfloat16(), torch.randint(0, 512, (256,))
+            scheme = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "--quantize")
+            head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64))
+            if way:
+                with_the_gradient_in_memory(head)
+            logits = logits_of(head)
+            linear_cross_entropy(hidden, head, labels, 1).loss.backward()
+            exact = logits[0][1].double().softmax(dim=-1) - F.one_hot(labels, 512)  # [T, V]
+            w = head.weight_codes.operands().columns.dequantize(torch.float64)  # [C, V]
+            errors[way] += relative(hidden.grad, exact @ w.t())
+    assert errors[0] < errors[1] < 12 * 0.05, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "bias"),
+    [
+        ("fp8_tensorwise", {}, False),
+        ("fp8_tensorwise", {"scaling": "delayed", "stochastic_rounding": True}, False),
+        ("fp8_tensorwise", {"scaling": "delayed", "grad_weight": "bf16"}, False),
+        ("fp8_tensorwise", {"scaling": "delayed"}, True),
+        ("fp8_rowwise", {}, False),
+        ("int8", {}, False),
+    ],
+)
+def test_other_heads_read_the_gradient_in_memory(name, options, bias):
+    hidden, plain, labels = case(torch.float32, bias=bias)
+    head = LowBitLinear(plain, SCHEMES.make(name, options, "--quantize"), torch.zeros(3, dtype=torch.int64))
+    logits = logits_of(head)
+    linear_cross_entropy(hidden, head, labels, 2).loss.backward()
+    assert not any(torch.equal(y, before) for y, before in logits)
+    assert relative(hidden.grad, exact(hidden, plain, labels, 0.0, 1.0)[2]) < 0.1
+
+
+def test_a_nan_logit_reaches_loss_and_gradients():
+    for scale in (0.0, 1 / 448):
+        hidden, head, labels = delayed_head(torch.float32)
+        head.dy_scale.fill_(scale)
+        with torch.no_grad():
+            hidden[1, 0] = float("nan")
+        sums = linear_cross_entropy(hidden, head, labels, 1)
+        sums.loss.backward()
+        assert sums.loss.isnan() and hidden.grad[1].isnan().all() and head.weight.grad.isnan().any()
+        assert head.dy_amax.isnan()
+
+
 def test_the_gradient_of_an_integer_head_is_unbiased():
     """Many small elements beside the label's -1: to nearest their INT8 codes are zero, and their sum is lost."""
     torch.manual_seed(0)
