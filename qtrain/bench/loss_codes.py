@@ -46,7 +46,8 @@ def loss_case(from_logits: bool, error: Callable[[Tensor, Tensor, Tensor], float
                 x = exact[part].to(device)
                 grad = softmax_grad_ref(x, x.float().logsumexp(dim=-1), labels[part], 0.0)
                 share = max(share, error(grad if from_logits else grad.bfloat16(), codes[part], scale))
-            if share > 1:
+            # A gradient near a tie may be another number in bf16: one of its steps is an eighth of half a code's.
+            if share > (1 if from_logits else 1.125):
                 raise WrongResultError(f"an error {share:.3g} times that of rounding")
             return share
 
