@@ -106,6 +106,7 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
+DIVIDED = {"model": "mixture.json", "ep": 2}
 FULLY, RECOMPUTED = {"reshard_after_forward": "always"}, {"activation_checkpointing": "selective"}
 AVERAGED = {**VISION, "quantize": "int8_weight", "ema_decay": 0.9}
 UNTIED = {"model": "untied.json"}
@@ -171,6 +172,7 @@ CASES = {
         {**MIXTURE, **FULLY, "activation_checkpointing": "selective"},
     ),
     "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
+    "a mixture of experts, fine-tuned, divided": (2, "llm_finetune", {**FINETUNE, **DIVIDED, "quantize": "int8"}),
     "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
     "a mixture of experts, fully sharded, its experts divided": (
         4,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
+from llm_finetune import FinetuneSettings
 from qtrain.core.errors import UserError
 from qtrain.models import (
     RECOMPUTE_SETS,
@@ -154,9 +155,9 @@ def test_auto_shards_layers_fully_where_the_memory_does_not_suffice():
         assert reshards(on_mesh, 2, 1, model, [model]) and not reshards(on_mesh, 1, 2, model, [model])
 
 
-def test_fine_tuning_and_what_is_no_mixture_is_refused():
+def test_micro_batches_of_several_lengths_and_what_is_no_mixture_are_refused():
     with pytest.raises(UserError, match=r"^--ep: 2, but ranks that compute experts together need micro-batches of"):
-        check_exclusions(Options(LanguageSettings(ep=2), "llm_finetune"), option="--ep")
+        check_exclusions(Options(FinetuneSettings(ep=2, seq_len_multiple=8), "llm_finetune"), option="--ep")
     with pytest.raises(UserError, match=r"^--ep: 2, but llama is not a mixture of experts"):
         check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
     with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):

@@ -217,6 +217,11 @@ def _transformers(o: Options) -> bool:
     return isinstance(o.settings, LanguageSettings) and o.settings.model_impl != "native"
 
 
+def _batches_differ(o: Options) -> bool:
+    """Examples are padded, to a length of each micro-batch."""
+    return getattr(o.settings, "seq_len_multiple", 0) not in (0, o.settings.seq_len)
+
+
 def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
@@ -601,9 +606,9 @@ RUN_EXCLUSIONS = (
         "{ep}, but only qtrain's own decoder has expert parallelism", "; use --model_impl native, or leave it out"),
     Exclusion("--ep", "--lora", _with("ep", _adapters),
         "{ep}, but adapters (--lora) have no expert parallelism", LEAVE),
-    Exclusion("--ep", "llm_finetune.py", _with("ep", lambda o: o.script == "llm_finetune"),
-        "{ep}, but ranks that compute experts together need micro-batches of one shape, and those of instructions "
-        "differ in length", LEAVE),
+    Exclusion("--ep", "--seq_len_multiple", _with("ep", _batches_differ),
+        "{ep}, but ranks that compute experts together need micro-batches of one shape, and with --seq_len_multiple "
+        "{seq_len_multiple} they differ in length", "; give 0, which packs examples, or --seq_len"),
     Exclusion("--ep", "--tp", _with("ep", lambda o: o.settings.tp > 1),
         "{ep}, but --tp {tp} shards the experts over its ranks too", "; leave --ep out"),
     Exclusion("--ep", "--optimizer_in_backward", _with("ep", lambda o: o.settings.optimizer_in_backward),

@@ -399,7 +399,7 @@ CASES = {
     ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
     ("--ep", "--model_impl hf"): (PRETRAIN, {"ep": 2, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--ep", "--lora"): (FINETUNE, {"ep": 2, "lora": {}}, {"lora": None}),
-    ("--ep", "llm_finetune.py"): (FINETUNE, {"ep": 2}, {"ep": 1}),
+    ("--ep", "--seq_len_multiple"): (FINETUNE, {"ep": 2, "seq_len_multiple": 8}, {"seq_len_multiple": 0}),
     ("--ep", "--tp"): (PRETRAIN, {"ep": 2, "tp": 2}, {"tp": 1}),
     ("--ep", "--optimizer_in_backward"): (PRETRAIN, {"ep": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--ep", "--deterministic --quantize nvfp4"): (
