@@ -7,6 +7,7 @@ python llm_finetune.py --config configs/finetune_laptop.json --model runs/llm_pr
 import dataclasses
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from qtrain.core.process import prepare_process
@@ -65,8 +66,6 @@ def train(settings: FinetuneSettings) -> None:
         as_lora,
         check_merge_format,
         load_adapter,
-        merge_lora,
-        save_adapter,
     )
     from qtrain.train.assembly.assemble import (
         assemble,
@@ -75,7 +74,13 @@ def train(settings: FinetuneSettings) -> None:
         freeze_embedding,
         trained_part,
     )
-    from qtrain.train.assembly.exports import check_run_exports, export_paths, push_exports, write_exports
+    from qtrain.train.assembly.exports import (
+        check_run_exports,
+        export_paths,
+        finish_adapters,
+        push_exports,
+        write_exports,
+    )
     from qtrain.train.assembly.frozen_base import frozen_base
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
@@ -155,13 +160,10 @@ def train(settings: FinetuneSettings) -> None:
             sys.exit(exit_code)
         if settings.final_eval == "all":
             training.record_final(evaluation.over_all)
-        with export_weights(run) as whole:
-            if whole is not None and lora is not None:
-                save_adapter(model, lora, settings.model, folder / "adapter")
-                log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
+        merges = settings.export and original is None
+        finish = None if lora is None else partial(finish_adapters, run, lora, merge=merges)
+        with export_weights(run, finish) as whole:
             if whole is not None and settings.export:
-                if original is None:
-                    merge_lora(model)
                 for line in write_exports(prepared, run, original or whole, text.exported_tokenizer):
                     log.info("%s", line)
         if settings.lm_eval and rank() == 0:

@@ -173,6 +173,10 @@ CASES = {
     ),
     "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
     "a mixture of experts, fine-tuned, divided": (2, "llm_finetune", {**FINETUNE, **DIVIDED, "quantize": "int8"}),
+    **{
+        f"a mixture of experts, adapters on {base}, divided": (2, "llm_finetune", {**FINETUNE, **DIVIDED, "lora": lora})
+        for base, lora in (("bf16", {"r": 2}), ("NF4", {"r": 2, "base": "nf4"}), ("FP8", {"r": 2, "base": "fp8"}))
+    },
     "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
     "a mixture of experts, fully sharded, its experts divided": (
         4,

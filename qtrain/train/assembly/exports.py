@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,18 @@ from qtrain.core.errors import UserError
 from qtrain.core.hub import check_push, push_folder
 from qtrain.core.process import command_line
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.models import EXPORT_FORMATS, ModelSource, check_exports, export_as, keeping, left_by_training, read_formats
+from qtrain.models import (
+    EXPORT_FORMATS,
+    Lora,
+    ModelSource,
+    check_exports,
+    export_as,
+    keeping,
+    left_by_training,
+    merge_lora,
+    read_formats,
+    save_adapter,
+)
 from qtrain.quant import LinearChoice
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard, device_name
@@ -21,6 +33,8 @@ from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.plan.phases import last_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
+
+log = logging.getLogger("qtrain")
 
 FLAG, PUSH = "--export_format", "--push_to_hub"
 
@@ -56,6 +70,16 @@ def export_paths(run: Run) -> dict[str, Path]:
     """Format -> the folder of the run that its export is in."""
     assert isinstance(run.settings, LanguageSettings)
     return {name: run.folder.path / name for name in run.settings.export_format}
+
+
+def finish_adapters(run: Run, lora: Lora, merge: bool) -> None:
+    """Write the adapters as PEFT has them, and with `merge` make them part of the weights."""
+    assert isinstance(run.settings, LanguageSettings)
+    folder = run.folder.path / "adapter"
+    save_adapter(run.model, lora, run.settings.model, folder)
+    log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder)
+    if merge:
+        merge_lora(run.model)
 
 
 def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer | None) -> list[str]:

@@ -180,8 +180,7 @@ class MeasuredModel:
             return
         run = self._restored(device)
         notes = [f"weights     of step {run.state.step:,}, {self.checkpoint}"]
-        with export_weights(run) as whole:
-            merge_lora(run.model)
+        with export_weights(run, lambda: merge_lora(run.model)) as whole:
             yield whole, notes + whose_weights(run, adapted=self.trained.get("lora") is not None)
 
     def card(self, name: str, lines: Sequence[str]) -> ModelCard:
@@ -220,8 +219,7 @@ class MeasuredModel:
             yield self.exported
             return
         with tempfile.TemporaryDirectory() as scratch:
-            with export_weights(run) as whole:
-                merge_lora(run.model)
+            with export_weights(run, lambda: merge_lora(run.model)) as whole:
                 export_hf(whole, self.source, Path(scratch, "hf"), tokenizer, trained_positions=self.settings.seq_len)
             yield str(Path(scratch, "hf"))
 

@@ -1,7 +1,7 @@
 """One optimizer step in two halves, gradients and update; and the weights that are evaluated and exported."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -132,11 +132,14 @@ def eval_weights(
 
 
 @contextlib.contextmanager
-def export_weights(run: Run) -> Iterator[nn.Module | MaybeNone]:
+def export_weights(run: Run, merge: Callable[[], None] | None = None) -> Iterator[nn.Module | MaybeNone]:
     """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
-    that writes, where ranks have parts of it the whole one; None on the others."""
+    that writes, where ranks have parts of it the whole one; None on the others. merge: called on that rank before its
+    parts and the others' are put together, to merge adapters."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
+        if merge is not None and rank() == 0:
+            merge()
         if run.parallel.mesh.model_group is not None:
             assert isinstance(run.model, Decoder)
             yield gather_whole_model(run.model, run.parallel.mesh)
