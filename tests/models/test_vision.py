@@ -47,10 +47,13 @@ def test_the_cost_is_that_of_the_formulas():
     """C = 32, 17 tokens, 2 layers: qkv 3C², proj C², mlp 8C² a layer; attention 2·S·C for q·kᵀ, and for p·v."""
     model = empty_vision_model(NAME, SMALL, 5)
     cost = vision_cost(model, output_head(model), (3, 16, 16))
-    assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 and cost.head == 6 * 32 * 5 and cost.rows == 17
+    patches = 4 * 16 * 32 * 3 * 4 * 4  # their convolution; an image has no gradient
+    assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 + patches and cost.head == 6 * 32 * 5 and cost.rows == 17
     assert cost.attention == 3 * 2 * 2 * (2 * 17 * 17 * 32)
-    assert cost.other == 4 * 16 * 32 * 3 * 4 * 4  # the patches' convolution; an image has no gradient
-    inputs = {name: rows * model.get_submodule(name).in_features for name, rows in cost.linear_rows.items()}
+    assert cost.other == 0 and cost.linear_rows["patch_embed.proj"] == 16
+    assert cost.conv_inputs == {"patch_embed.proj": (3 * 16 * 16, False)}
+    linears = {name: rows for name, rows in cost.linear_rows.items() if name not in cost.conv_inputs}
+    inputs = {name: rows * model.get_submodule(name).in_features for name, rows in linears.items()}
     assert inputs.pop("head") == 32 and sum(inputs.values()) == 2 * 17 * (32 + 32 + 32 + 128) and not cost.bypassed
     a_layer = 17 * 4 * (32 * 2 + 96 + 32 * 2 + 128 * 2)  # norms' inputs and outputs, qkv, attention, mlp
     assert 2 * a_layer < cost.kept < 3 * a_layer
