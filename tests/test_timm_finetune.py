@@ -120,6 +120,38 @@ def test_digits_from_random_weights_to_a_model_that_timm_loads(quantize, tmp_pat
     assert abs(top1 - measured[-1]["top1"]) <= (1e-6 if quantize == "bf16" else 0.03)
 
 
+RESNET = {"model": "test_resnet", "model_kwargs": {"img_size": 32}, "quantize": "int8"}
+"""Three stages of blocks with 1x1 and 3x3 kernels, 32 to 96 channels."""
+
+
+@pytest.mark.sweep
+def test_a_network_of_convolutions(folder, tmp_path, monkeypatch):
+    """Plan, overrides, health samples, a checkpoint that resumes bit for bit, an export that timm loads."""
+    monkeypatch.chdir(folder)
+    settings = {**GOOD, **RESNET, "quantize_overrides": {"layer3.*": "bf16"}, "quantize_lm_head": True}
+    settings |= {"health": 2, "ckpt_interval": 2}
+    done = call(timm_finetune.main, flags(**settings, runs_dir=tmp_path / "whole"))
+    assert done.code == 0, done.err
+    assert "low bits in 11 of 16 linears and convolutions" in done.out
+    assert "layer1.conv1 3x3 32 -> 32: quantized" in done.out
+    assert "layer3.downsample 1x1 48 -> 192: left, --quantize_overrides leaves it" in done.out
+    assert "samples measure linears, not the 10 convolutions in low bits" in done.out
+    whole = run_of(tmp_path / "whole")
+    shutil.copytree(whole, tmp_path / "again" / "timm_finetune" / whole.name)
+    again = run_of(tmp_path / "again")
+    shutil.rmtree(again / "checkpoints/00000004")
+    done = call(timm_finetune.main, flags(**settings, runs_dir=tmp_path / "again", resume=again))
+    assert done.code == 0, done.err
+    assert losses(whole) == losses(again)
+    one, other = (contents(run / "checkpoints/00000004") for run in (whole, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    (sample, *_) = [json.loads(line) for line in (whole / "health.jsonl").read_text().splitlines()]
+    assert sample["linear"] == "fc" and 0 < sample["gradient"]["cosine"] <= 1
+    model = timm.create_model(f"local-dir:{whole / 'timm'}", pretrained=True)
+    assert tuple(model.pretrained_cfg["input_size"]) == (3, 32, 32)
+    assert torch.equal(model.layer1[0].conv1.weight, one["model.layer1.0.conv1.weight"])
+
+
 def test_everything_at_once(folder, tmp_path, monkeypatch):
     """Compiled blocks, recomputation, accumulation, mixing, an average, another optimizer, the head quantized too."""
     monkeypatch.chdir(folder)
@@ -317,6 +349,13 @@ MISTAKES = [
     ),
     wrong("'mX' in 'rand-mX' is not a letter and a number", augment={"auto_augment": "rand-mX"}),
     wrong("'n99999999999' in 'rand-m9-n99999999999' is out of range", augment={"auto_augment": "rand-m9-n99999999999"}),
+    wrong("--quantize_overrides", "conv9", **RESNET, quantize_overrides={"conv9": "bf16"}),
+    wrong(
+        "quantizes none of the 12 linears that it decides on: 12 x the scheme's scales of 1x128 blocks are for linears",
+        **RESNET,
+        quantize_overrides={"*": "int8", "layer*": "fp8_blockwise"},
+    ),
+    wrong("quantizes none of the model's", "products are for linears", **{**RESNET, "quantize": "int4"}),
     wrong("--augment.crop_pct: 0.0 is out of range", augment={"crop_pct": 0.0}),
     wrong("--model_kwargs", "cannot be built", model_kwargs={"features_only": True}),
     wrong("--train_ds: the label -3 is out of range", **images(type="wds", paths="negative.tar")),

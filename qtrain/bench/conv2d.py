@@ -235,9 +235,7 @@ def layer_case(p: ConvProblem, scheme: str) -> Case:
         need_capability("FP8", FP8_CAPABILITY, p.device)
     s, (x, w, dy), (stride, padding, dilation) = p.shape, p.tensors(), p.geometry
     conv = nn.Conv2d(s.c, s.k, (s.r, s.s), stride, padding, dilation, bias=False, device=p.device, dtype=w.dtype)
-    conv.to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        conv.weight.copy_(w)
+    conv.weight = nn.Parameter(w.clone())  # channels last, as w is
     model, made = nn.Sequential(conv), SCHEMES.make(scheme, {}, "-")
     quantized = swapped(model, made)
 

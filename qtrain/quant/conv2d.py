@@ -12,7 +12,7 @@ A 1x1 kernel without padding is a linear over the pixels that its stride takes, 
 per pixel or channel where the scheme's are rowwise.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,16 +86,16 @@ def conv_product(
         if gemm == "output":
             return conv_output(*operands, bias, fast_accum)
         return (conv_grad_input if gemm == "grad_input" else conv_grad_weight)(*operands, fast_accum)
-    s = shape
+    s, w = shape, cast(Tensor, b)
     geometry = (s.stride_h, s.stride_w), (s.padding_h, s.padding_w), (s.dilation_h, s.dilation_w)
 
     def images(t: Any, h: int, w: int) -> Tensor:
         return t.view(s.n, h, w, -1).permute(0, 3, 1, 2)
 
     if gemm == "output":
-        out = F.conv2d(images(a, s.h, s.w), b, bias, *geometry)
+        out = F.conv2d(images(a, s.h, s.w), w, bias, *geometry)
     elif gemm == "grad_input":
-        out = torch.nn.grad.conv2d_input((s.n, s.c, s.h, s.w), b, images(a, s.p, s.q), *geometry)
+        out = torch.nn.grad.conv2d_input((s.n, s.c, s.h, s.w), w, images(a, s.p, s.q), *geometry)
     else:
         size = (s.k, s.c, s.r, s.s)
         out = torch.nn.grad.conv2d_weight(images(b, s.h, s.w), size, images(a, s.p, s.q), *geometry)
@@ -153,6 +153,13 @@ class LowBitConv2d(LowBitLinear):
     """Replaces an nn.Conv2d and keeps its parameters: `weight` and `bias` are the same objects. As a linear it has
     C * R * S in-features."""
 
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+
     KEPT = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
 
     def __init__(self, conv: nn.Conv2d, scheme: LowBitScheme, key: Tensor, reduce: Reduce | None = None):
@@ -162,7 +169,7 @@ class LowBitConv2d(LowBitLinear):
 
     def plain(self) -> nn.Conv2d:
         """A convolution of the same geometry, with parameters of its own."""
-        geometry = {name: getattr(self, name) for name in self.KEPT}
+        geometry: dict[str, Any] = {name: getattr(self, name) for name in self.KEPT}
         return nn.Conv2d(**geometry, bias=self.bias is not None)
 
     @torch.no_grad()
@@ -197,10 +204,10 @@ class LowBitConv2d(LowBitLinear):
                 torch.is_grad_enabled(),
             ).view(*pixels.shape[:3], self.out_channels)
         else:
-            padding, rest = _same_padding(self) if self.padding == "same" else (self.padding, (0, 0))
+            padding, rest = _zeros_around(self)
             if any(rest):
                 x = F.pad(x, (0, rest[1], 0, rest[0]))
-            shape = conv_shape(x, self, (0, 0) if padding == "valid" else padding)
+            shape = conv_shape(x, self, padding)
             y = LowBitConv2dFunction.apply(
                 x.permute(0, 2, 3, 1).contiguous(),
                 self.weight,
@@ -229,7 +236,12 @@ def conv_shape(x: Tensor, conv: LowBitConv2d, padding: tuple[int, ...]) -> ConvS
     return ConvShape(x.shape[0], conv.in_channels, conv.out_channels, *found)
 
 
-def _same_padding(conv: LowBitConv2d) -> tuple[tuple[int, int], tuple[int, int]]:
-    """padding="same": zeros on both sides, and one more after the end where their number is odd, as in torch."""
+def _zeros_around(conv: LowBitConv2d) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of both dimensions: zeros on both sides, and those after the end besides. padding="same" has one more there where
+    their number is odd, as in torch."""
+    if not isinstance(conv.padding, str):
+        return conv.padding, (0, 0)
+    if conv.padding == "valid":
+        return (0, 0), (0, 0)
     total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
     return (total[0] // 2, total[1] // 2), (total[0] % 2, total[1] % 2)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class QuantizedModel:
 
     def linear(self, name: str) -> LowBitLinear | nn.Linear | nn.Conv2d:
         """The linear of this name, swapped or left; the model keeps alive those that are left."""
-        linear = self.by_name().get(name) or self.left[name]()
+        linear: Any = self.by_name().get(name) or self.left[name]()
         assert linear is not None, name
         return linear
 

@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,16 +125,19 @@ def _plain(linear: LowBitLinear | nn.Linear | nn.Conv2d) -> nn.Linear | nn.Conv2
         return linear
     # On meta no memory is allocated for weights that are replaced at once.
     with torch.device("meta"):
-        if isinstance(linear, LowBitConv2d):
-            plain = linear.plain()
-        elif linear.groups is None:
-            plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        else:
-            groups = linear.groups.count
-            plain = GroupedLinear(groups, linear.in_features, linear.out_features // groups)
+        plain: Any = _like(linear)
     plain.weight, plain.bias = linear.weight, linear.bias
     carry_attachments(linear, plain, LOW_BIT_LINEAR | CONV if isinstance(linear, LowBitConv2d) else LOW_BIT_LINEAR)
     return plain.train(linear.training)
+
+
+def _like(linear: LowBitLinear) -> nn.Module:
+    """A module in high precision of the same sizes, with parameters of its own."""
+    if isinstance(linear, LowBitConv2d):
+        return linear.plain()
+    if linear.groups is None:
+        return nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    return GroupedLinear(linear.groups.count, linear.in_features, linear.out_features // linear.groups.count)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -7,6 +7,7 @@ linear, the model may have a method `add_sub_norms`.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from qtrain.core.errors import UserError
 from qtrain.quant.attachments import carry_attachments, own_names
 from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_layers, shared_weights
-from qtrain.quant.conv2d import LowBitConv2d
+from qtrain.quant.conv2d import Convolution, LowBitConv2d
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel, SharedWeight
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -102,7 +103,7 @@ def quantize_linears(
     return quantized
 
 
-def swap(linear: nn.Linear | nn.Conv2d, choice: LinearChoice, quantized: QuantizedModel) -> LowBitLinear:
+def swap(linear: nn.Linear | Convolution, choice: LinearChoice, quantized: QuantizedModel) -> LowBitLinear:
     """The linear or convolution of a choice in low bits. A lazy weight stays lazy: its codes are those of zeros, until
     it has a value."""
     scheme = choice.in_one_layout if quantized.one_weight_layout else choice.scheme
@@ -111,7 +112,7 @@ def swap(linear: nn.Linear | nn.Conv2d, choice: LinearChoice, quantized: Quantiz
         if scheme.stored_format is not None and not isinstance(plain.data, StoredWeight):
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
-        kind = LowBitConv2d if isinstance(linear, nn.Conv2d) else LowBitLinear
+        kind: Any = LowBitConv2d if isinstance(linear, nn.Conv2d) else LowBitLinear
         swapped = kind(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
     carry_attachments(linear, swapped, own_names(linear))
     # The parameter of codes replaces the lazy one: it needs an initializer of its own.
