@@ -69,6 +69,15 @@ def test_the_cost_of_convolutions_is_that_of_a_counted_step(name):
     assert sum(cost.flops.values()) == counted.get_total_flops()
 
 
+def test_a_map_of_one_pixel_has_a_cost():
+    """On one image BatchNorm has one value a channel, on which it does not train."""
+    model = empty_vision_model("resnet18", {}, 5)
+    small, large = (vision_cost(model, output_head(model), (3, size, size)) for size in (32, 64))
+    assert model.training and large.blocks == 4 * small.blocks and 3.5 < large.kept / small.kept < 4
+    # The image, and what the pooling computes; the rest are outputs of ReLU, which keeps them.
+    assert [n for n, x in small.conv_inputs.items() if not x.others_keep] == ["conv1", "layer1.0.conv1"]
+
+
 def test_linears_that_a_model_does_not_call_are_told():
     model = empty_vision_model("eva02_tiny_patch14_224", {"img_size": 28, "depth": 1}, 5)
     cost = vision_cost(model, output_head(model), (3, 28, 28))

@@ -49,6 +49,15 @@ class VisionCost:
 def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
     """Run `model`, on the meta device, on one image; None if it cannot run there."""
     model.train()
+    try:
+        return _measure(model, head, input_size)
+    except ValueError:  # BatchNorm trains on more than one value a channel, which one small image may not have
+        return _measure(model.eval(), head, input_size)
+    finally:
+        model.train()
+
+
+def _measure(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
     layers = {m: n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     rows: dict[Any, int] = {}
     read: dict[Any, Tensor] = {}  # the inputs of convolutions
@@ -74,7 +83,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     try:
         with counter, attention, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(image).sum()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # one value a channel is too few for BatchNorm
+    except (RuntimeError, NotImplementedError, TypeError):
         return None
     finally:
         for hook in hooks:
