@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import qtrain
 from qtrain.core.errors import UserError
+from qtrain.core.hardware import has_fp8
 from qtrain.quant import SCHEMES, LowBitLinear, choose_linears, describe_choices, quantize_linears, reassign
 from qtrain.quant.conv2d import LowBitConv2d
 from qtrain.quant.health.probe import high_precision
@@ -336,3 +337,19 @@ def test_any_model_of_convolutions():
     assert not torch.equal(model[0].weight_codes.output_codes, before)
     with pytest.raises(UserError, match=r"no linear or convolution of this Sequential is quantized: 3 input channels"):
         qtrain.quantize(nn.Sequential(nn.Conv2d(3, 16, 3)), "int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", ["3x3", "stride", "dilation", "same", "patches", "pointwise stride"])
+@pytest.mark.parametrize("scheme,options", [("int8", {}), ("int8", {"granularity": "tensorwise"}), ("fp8_rowwise", {})])
+def test_on_a_gpu(geometry, scheme, options):
+    """In bf16, from images whose number is no multiple of 16: as in high precision but for the rounding of 8 bits."""
+    if scheme.startswith("fp8") and not has_fp8(torch.device("cuda")):
+        pytest.skip("FP8 needs compute capability 8.9")
+    conv = conv_of(geometry, 64, 128).to("cuda", torch.bfloat16)
+    x = images(5, 64, 19, 17, outliers=False).to("cuda", torch.bfloat16)
+    dy = images(*conv(x).shape, seed=1, outliers=False).to("cuda", torch.bfloat16)
+    found, exact = run(swapped(conv, scheme, options)[0], x, dy), run(conv.float(), x.float(), dy.float())
+    for name, expected in exact.items():
+        error = float((found[name].float() - expected).norm() / expected.norm())
+        assert 1e-4 < error < 0.06, (name, error)
