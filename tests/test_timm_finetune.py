@@ -400,7 +400,7 @@ def test_without_network_the_default_data_are_one_message(tmp_path):
 
 def test_the_recipes_parse_and_name_real_models():
     """Those that need the hub are checked as far as their flags and models go."""
-    for name in ("digits_int8", "vit_giant_resisc45", "vit_tiny_imagenet"):
+    for name in ("digits_int8", "digits_resnet_int8", "vit_giant_resisc45", "vit_tiny_imagenet"):
         settings = parse(VisionSettings, ["--config", str(ROOT / f"configs/{name}.json")], "timm_finetune.py")
         assert OPTIMIZERS.make(settings.optim, {}, "--optim")
         short = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
