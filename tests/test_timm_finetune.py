@@ -22,7 +22,7 @@ from qtrain.core.config import parse
 from qtrain.data.images.augment import ImageTransform
 from qtrain.data.images.images import open_images
 from qtrain.data.permutation import Permutation
-from qtrain.models import check_vision_model, empty_vision_model
+from qtrain.models import check_vision_model, constructor_kwargs, empty_vision_model
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings.settings import VisionSettings
@@ -404,7 +404,8 @@ def test_the_recipes_parse_and_name_real_models():
         settings = parse(VisionSettings, ["--config", str(ROOT / f"configs/{name}.json")], "timm_finetune.py")
         assert OPTIMIZERS.make(settings.optim, {}, "--optim")
         short = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
-        assert empty_vision_model(short, settings.model_kwargs or {}, 10).num_classes == 10
+        kwargs = constructor_kwargs(short, settings.model_kwargs or {})
+        assert empty_vision_model(short, kwargs, 10).num_classes == 10
 
 
 def test_the_plan_counts_whole_batches(monkeypatch, folder):

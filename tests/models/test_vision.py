@@ -9,6 +9,7 @@ from qtrain.core.errors import UserError
 from qtrain.models import (
     build_vision_model,
     check_vision_model,
+    constructor_kwargs,
     empty_vision_model,
     export_timm,
     image_config,
@@ -67,6 +68,15 @@ def test_the_cost_of_convolutions_is_that_of_a_counted_step(name):
     with FlopCounterMode(display=False) as counted:
         model(torch.empty(1, 3, 64, 64, device="meta")).sum().backward()
     assert sum(cost.flops.values()) == counted.get_total_flops()
+
+
+def test_the_size_of_images_is_no_argument_of_models_that_take_any():
+    given = {"img_size": 16, "in_chans": 1}
+    assert constructor_kwargs("resnet18", given) == {"in_chans": 1} and constructor_kwargs(NAME, given) == given
+    assert image_config(empty_vision_model("resnet18", {"in_chans": 1}, 5), given)["input_size"] == (1, 16, 16)
+    wrong = {"img_size": 16, "in_chan": 1}
+    with pytest.raises(UserError, match="unexpected keyword argument 'in_chan'"):
+        empty_vision_model(NAME, constructor_kwargs(NAME, wrong), 5)
 
 
 def test_a_map_of_one_pixel_has_a_cost():
