@@ -315,6 +315,7 @@ def test_a_pass_in_high_precision():
     assert not torch.allclose(model(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep
 def test_it_is_compiled_whole(compiler):
     model, x = blocks(), images(2, 3, 8, 8, outliers=False)
     quantize_linears(model, SCHEMES.make("int8", NEAREST, "-"), seed=0)
