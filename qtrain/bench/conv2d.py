@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,13 @@ from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 FORMATS = {"INT8": "int8", "FP8": "e4m3"}
-LAYERS = {"bf16": "bf16", "int8": "INT8", "fp8_tensorwise": "FP8"}
-"""Schemes of whole layers, with the arithmetic that they run."""
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "int8": ("int8", {}),
+    "int8 tensorwise": ("int8", {"granularity": "tensorwise"}),
+    "fp8_tensorwise": ("fp8_tensorwise", {}),
+}
+"""Schemes of whole layers, with their options."""
 COLUMNS = [
     *(f"{gemm} {arithmetic}" for gemm in GEMMS for arithmetic in ("bf16", *FORMATS)),
     *(f"layer {scheme}" for scheme in LAYERS),
@@ -229,14 +235,15 @@ def _values(p: ConvProblem, gemm: Gemm, name: str, t: QuantizedTensor) -> Tensor
     return values.reshape(s.n, h, w, -1).permute(0, 3, 1, 2)
 
 
-def layer_case(p: ConvProblem, scheme: str) -> Case:
+def layer_case(p: ConvProblem, layer: str) -> Case:
     """Forward and backward of the layer, and the refresh of its codes."""
-    if LAYERS[scheme] == "FP8":
+    scheme, options = LAYERS[layer]
+    if scheme.startswith("fp8"):
         need_capability("FP8", FP8_CAPABILITY, p.device)
     s, (x, w, dy), (stride, padding, dilation) = p.shape, p.tensors(), p.geometry
     conv = nn.Conv2d(s.c, s.k, (s.r, s.s), stride, padding, dilation, bias=False, device=p.device, dtype=w.dtype)
     conv.weight = nn.Parameter(w.clone())  # channels last, as w is
-    model, made = nn.Sequential(conv), SCHEMES.make(scheme, {}, "-")
+    model, made = nn.Sequential(conv), SCHEMES.make(scheme, options, "-")
     quantized = swapped(model, made)
 
     def run(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
