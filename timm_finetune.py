@@ -143,7 +143,7 @@ def train(settings: VisionSettings) -> None:
                     exported_tensors(model),
                     folder,
                     name=name,
-                    kwargs=architecture.kwargs,
+                    kwargs=architecture.constructor_kwargs,
                     classes=images.classes,
                     image=image,
                 )

@@ -37,6 +37,7 @@ INNER = {
     "kernels.numerics": {"kernels.compiler"},
     "kernels.quantize": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
     "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.conv": {"kernels.compiler", "kernels.autotune", "kernels.gemm"},
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
     "kernels.norm": {"kernels.compiler", "kernels.autotune"},
     "kernels.optim": {"kernels.compiler", "kernels.numerics"},

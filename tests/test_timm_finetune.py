@@ -22,7 +22,7 @@ from qtrain.core.config import parse
 from qtrain.data.images.augment import ImageTransform
 from qtrain.data.images.images import open_images
 from qtrain.data.permutation import Permutation
-from qtrain.models import check_vision_model, empty_vision_model
+from qtrain.models import check_vision_model, constructor_kwargs, empty_vision_model
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings.settings import VisionSettings
@@ -118,6 +118,38 @@ def test_digits_from_random_weights_to_a_model_that_timm_loads(quantize, tmp_pat
         assert torch.equal(by_folder(images), logits)
     top1 = float((logits.argmax(1).numpy() == held_out.labels[chosen]).mean())
     assert abs(top1 - measured[-1]["top1"]) <= (1e-6 if quantize == "bf16" else 0.03)
+
+
+RESNET = {"model": "test_resnet", "model_kwargs": {"img_size": 32}, "quantize": "int8"}
+"""Three stages of blocks with 1x1 and 3x3 kernels, 32 to 96 channels."""
+
+
+@pytest.mark.sweep
+def test_a_network_of_convolutions(folder, tmp_path, monkeypatch):
+    """Plan, overrides, health samples, a checkpoint that resumes bit for bit, an export that timm loads."""
+    monkeypatch.chdir(folder)
+    settings = {**GOOD, **RESNET, "quantize_overrides": {"layer3.*": "bf16"}, "quantize_lm_head": True}
+    settings |= {"health": 2, "ckpt_interval": 2}
+    done = call(timm_finetune.main, flags(**settings, runs_dir=tmp_path / "whole"))
+    assert done.code == 0, done.err
+    assert "low bits in 11 of 16 linears and convolutions" in done.out
+    assert "layer1.conv1 3x3 32 -> 32: quantized" in done.out
+    assert "layer3.downsample 1x1 48 -> 192: left, --quantize_overrides leaves it" in done.out
+    assert "samples measure linears, not the 10 convolutions in low bits" in done.out
+    whole = run_of(tmp_path / "whole")
+    shutil.copytree(whole, tmp_path / "again" / "timm_finetune" / whole.name)
+    again = run_of(tmp_path / "again")
+    shutil.rmtree(again / "checkpoints/00000004")
+    done = call(timm_finetune.main, flags(**settings, runs_dir=tmp_path / "again", resume=again))
+    assert done.code == 0, done.err
+    assert losses(whole) == losses(again)
+    one, other = (contents(run / "checkpoints/00000004") for run in (whole, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    (sample, *_) = [json.loads(line) for line in (whole / "health.jsonl").read_text().splitlines()]
+    assert sample["linear"] == "fc" and 0 < sample["gradient"]["cosine"] <= 1
+    model = timm.create_model(f"local-dir:{whole / 'timm'}", pretrained=True)
+    assert tuple(model.pretrained_cfg["input_size"]) == (3, 32, 32)
+    assert torch.equal(model.layer1[0].conv1.weight, one["model.layer1.0.conv1.weight"])
 
 
 def test_everything_at_once(folder, tmp_path, monkeypatch):
@@ -317,6 +349,13 @@ MISTAKES = [
     ),
     wrong("'mX' in 'rand-mX' is not a letter and a number", augment={"auto_augment": "rand-mX"}),
     wrong("'n99999999999' in 'rand-m9-n99999999999' is out of range", augment={"auto_augment": "rand-m9-n99999999999"}),
+    wrong("--quantize_overrides", "conv9", **RESNET, quantize_overrides={"conv9": "bf16"}),
+    wrong(
+        "quantizes none of the 12 linears that it decides on: 12 x the scheme's scales of 1x128 blocks are for linears",
+        **RESNET,
+        quantize_overrides={"*": "int8", "layer*": "fp8_blockwise"},
+    ),
+    wrong("quantizes none of the model's", "products are for linears", **{**RESNET, "quantize": "int4"}),
     wrong("--augment.crop_pct: 0.0 is out of range", augment={"crop_pct": 0.0}),
     wrong("--model_kwargs", "cannot be built", model_kwargs={"features_only": True}),
     wrong("--train_ds: the label -3 is out of range", **images(type="wds", paths="negative.tar")),
@@ -361,11 +400,12 @@ def test_without_network_the_default_data_are_one_message(tmp_path):
 
 def test_the_recipes_parse_and_name_real_models():
     """Those that need the hub are checked as far as their flags and models go."""
-    for name in ("digits_int8", "vit_giant_resisc45", "vit_tiny_imagenet"):
+    for name in ("digits_int8", "digits_resnet_int8", "vit_giant_resisc45", "vit_tiny_imagenet"):
         settings = parse(VisionSettings, ["--config", str(ROOT / f"configs/{name}.json")], "timm_finetune.py")
         assert OPTIMIZERS.make(settings.optim, {}, "--optim")
         short = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
-        assert empty_vision_model(short, settings.model_kwargs or {}, 10).num_classes == 10
+        kwargs = constructor_kwargs(short, settings.model_kwargs or {})
+        assert empty_vision_model(short, kwargs, 10).num_classes == 10
 
 
 def test_the_plan_counts_whole_batches(monkeypatch, folder):

@@ -22,7 +22,8 @@ class BenchmarkSettings:
 
     tables: str = "mm"
     """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears, experts
-    (of a MoE, forward and backward), roofline (of linears, computed for --gpu)."""
+    (of a MoE, forward and backward), conv2d (convolutions of ResNet-50 and ConvNeXt-T), roofline (of linears, computed
+    for --gpu)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from qtrain.bench.arguments import BenchmarkSettings, compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.conv2d import conv2d_table
 from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
 from qtrain.bench.experts import experts_table
 from qtrain.bench.grouped import GROUPED_ROWS, GroupedProblem, grouped_table
@@ -124,6 +125,11 @@ def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
     return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
 
 
+def conv2d(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of convolutions, ready to be measured."""
+    return partial(conv2d_table, device, settings.budget_ms)
+
+
 def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The roofline of linears under schemes, ready to be computed."""
     if settings.gpu is None and device.type != "cuda":
@@ -153,6 +159,7 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "grouped": grouped_products,
     "linears": linears,
     "experts": experts,
+    "conv2d": conv2d,
     "roofline": roofline,
 }
 

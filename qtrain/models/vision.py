@@ -76,6 +76,21 @@ def _nearest_model(given: str, names: Sequence[str]) -> str | None:
     return None if start is None else min(by_start[start], key=lambda name: (len(name), name))
 
 
+def constructor_kwargs(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kwargs` as the model's constructor takes them: without img_size where it has no such argument, as of models of
+    convolutions, which take images of any size. Then img_size is that of the images alone."""
+    without = {key: value for key, value in kwargs.items() if key != "img_size"}
+    if "img_size" in kwargs:
+        try:
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                import_timm().create_model(name, num_classes=1, **kwargs)
+        except TypeError as error:
+            return without if "argument 'img_size'" in str(error) else dict(kwargs)
+        except Exception:  # `empty_vision_model` says what is wrong
+            return dict(kwargs)
+    return dict(kwargs)
+
+
 def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn.Module:
     """The model on the meta device: shapes without memory. UserError for `kwargs` that it does not take."""
     timm = import_timm()

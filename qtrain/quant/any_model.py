@@ -1,4 +1,4 @@
-"""`qtrain.quantize`: the linears of any nn.Module in low bits, for a training loop of one's own.
+"""`qtrain.quantize`: the linears and convolutions of any nn.Module in low bits, for a training loop of one's own.
 
     qtrain.quantize(model, "fp8_rowwise")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qtrain.core.errors import UserError
-from qtrain.quant.choices import LinearChoice, describe_choices
+from qtrain.quant.choices import LinearChoice, describe_choices, find_layers
 from qtrain.quant.quantized_model import QuantizedModel
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.scheme_map import Spec, with_overrides
@@ -57,7 +57,7 @@ def quantize(
     seed: int = 0,
     **options: Any,
 ) -> Quantized:
-    """Replace the nn.Linear modules of `model` in place by linears whose three GEMMs run as `scheme` says.
+    """Replace the nn.Linear and nn.Conv2d modules of `model` in place by ones whose three GEMMs run as `scheme` says.
 
     scheme: a name of `--quantize` (`python llm_pretrain.py --list`), with its `options`, such as
     `scaling="delayed"`. overrides: as `--quantize_overrides`, {"a glob over names": "a scheme" or {"scheme": NAME, ...
@@ -70,14 +70,15 @@ def quantize(
     for an unknown scheme or option, and where no linear can be quantized.
     """
     chosen = with_overrides(overrides, SCHEMES.make(scheme, options, "scheme"))
-    if not any(isinstance(module, nn.Linear) for module in model.modules()):
-        raise UserError(f"{scheme}: {type(model).__name__} has no nn.Linear to quantize.")
+    if not find_layers(model):
+        raise UserError(f"{scheme}: {type(model).__name__} has no nn.Linear or nn.Conv2d to quantize.")
     quantized = quantize_linears(
         model, chosen, seed=seed, head=output_head(model), quantize_head=quantize_head, min_size=min_size
     )
     if not quantized.linears:
+        what = "linear or convolution" if any(choice.kernel for choice in quantized.choices) else "linear"
         reasons = sorted({choice.reason for choice in quantized.choices if choice.reason is not None})
-        raise UserError(f"{scheme}: no linear of this {type(model).__name__} is quantized: {'; '.join(reasons)}.")
+        raise UserError(f"{scheme}: no {what} of this {type(model).__name__} is quantized: {'; '.join(reasons)}.")
     _keep_fresh(model, quantized)
     return Quantized(tuple(quantized.choices))
 

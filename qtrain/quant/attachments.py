@@ -11,6 +11,11 @@ LOW_BIT_LINEAR = LINEAR | {
     *("x_scale", "x_amax", "dy_scale", "dy_amax"),
 }
 """The names that a linear, and a low-bit linear, have for themselves."""
+CONV = frozenset(
+    {"in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"}
+    | {"transposed", "output_padding", "_reversed_padding_repeated_twice", "weight", "bias"}
+)
+"""The same of a convolution, in high precision and in low bits."""
 COMPILED = "_compiled_call_impl"
 """Of `module.compile()`: it calls the old module."""
 
@@ -33,12 +38,17 @@ def carry_attachments(old: nn.Module, new: nn.Module, own: frozenset[str]) -> No
             setattr(new, name, getattr(old, name))
 
 
-def cannot_swap(linear: nn.Linear) -> str | None:
-    """Why a linear cannot become a low-bit one; None: it can."""
+def own_names(linear: nn.Module) -> frozenset[str]:
+    """The names that a linear or a convolution in high precision has for itself."""
+    return LINEAR if isinstance(linear, nn.Linear) else CONV
+
+
+def cannot_swap(linear: nn.Module) -> str | None:
+    """Why a linear or a convolution cannot become a low-bit one; None: it can."""
     if extra := linear._parameters.keys() - {"weight", "bias"}:
         return f"its weight is computed from others ({', '.join(sorted(extra))})"
     if "forward" in vars(linear):
         return "its forward pass is replaced"
-    if taken := [name for name in attached(linear, LINEAR) if name in LOW_BIT_LINEAR]:
+    if taken := [name for name in attached(linear, own_names(linear)) if name in LOW_BIT_LINEAR]:
         return f"its attribute {taken[0]!r} is one that a low-bit linear has for itself"
     return None

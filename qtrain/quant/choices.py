@@ -1,10 +1,12 @@
 """The decision on each linear of a model: the scheme that it runs in, or why it stays in high precision.
 
-Any nn.Module works: its nn.Linear submodules are found. The caller names the output head.
+Any nn.Module works: its nn.Linear submodules are found, and its convolutions, which count as linears here
+(`conv2d.py`). The caller names the output head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.attachments import cannot_swap
+from qtrain.quant.conv2d import CONVOLUTIONS, Convolution, cannot_convolve, has_no_convolution, is_pointwise
 from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -21,6 +24,21 @@ from qtrain.quant.weight_codes import in_one_layout
 NOTHING = "the scheme quantizes nothing"
 NO_NAMES: Mapping[str, str] = {}
 HEAD = "output head (--quantize_lm_head takes it too)"
+
+
+class Kernel(NamedTuple):
+    """What makes a choice that of a convolution, as the plan lists it."""
+
+    channels: int
+    """Of the input."""
+    size: tuple[int, ...]
+    groups: int
+    pointwise: bool
+    """Whether it runs as a linear over pixels."""
+
+    def shape_text(self, out_channels: int) -> str:
+        grouped = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"{'x'.join(map(str, self.size))} {self.channels} -> {out_channels}{grouped}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,9 @@ class LinearChoice:
     rounds_logits: bool = False
     """Whether the gradient of its output is rounded stochastically because it is the head."""
     assigned: LowBitScheme | None = None
-    """What the map of schemes has, of which `scheme` is made for a head or for experts."""
+    """What the map of schemes has, of which `scheme` is made for a head, for experts or for a convolution."""
+    kernel: Kernel | None = None
+    """Of a convolution, which has C * R * S in-features; None: a linear."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,8 +77,10 @@ class LinearChoice:
 
     @property
     def in_one_layout(self) -> LowBitScheme | MaybeNone:
-        """`scheme` with one layout of the weight's codes, where it can have it; products of groups read both."""
-        return in_one_layout(self.scheme) if self.scheme is not None and self.groups == 1 else self.scheme
+        """`scheme` with one layout of the weight's codes, where it can have it; products of groups, and of kernels over
+        several pixels, read both."""
+        one_matrix = self.groups == 1 and (self.kernel is None or self.kernel.pointwise)
+        return in_one_layout(self.scheme) if self.scheme is not None and one_matrix else self.scheme
 
     @property
     def emulated(self) -> bool:
@@ -88,9 +110,8 @@ def choose_linears(
     trains. left: the linears that schemes which keep a checkpoint's codes leave, by name, with the reason."""
     choices: list[LinearChoice] = []
     shared = shared_weights(model)
-    for linear, names in find_linears(model).items():
-        groups, is_head = groups_of(linear), linear is head
-        choice = LinearChoice(names[0], linear.in_features, linear.out_features // groups, None, None, groups, is_head)
+    for linear, names in find_layers(model).items():
+        choice = _choice_of(linear, names[0], linear is head)
         own, rule = scheme.at(choice.name)
         reason = reason_to_leave(linear, choice, own, rule, quantize_head, min_size)
         if reason is None and own.keeps_codes:
@@ -100,14 +121,35 @@ def choose_linears(
     return choices
 
 
+def _choice_of(linear: nn.Linear | Convolution, name: str, is_head: bool) -> LinearChoice:
+    """The choice on a linear or convolution that is still to be made."""
+    if isinstance(linear, nn.Linear):
+        groups = groups_of(linear)
+        return LinearChoice(name, linear.in_features, linear.out_features // groups, None, None, groups, is_head)
+    pointwise = isinstance(linear, nn.Conv2d) and linear.groups == 1 and is_pointwise(linear)
+    kernel = Kernel(linear.in_channels, tuple(linear.kernel_size), linear.groups, pointwise)
+    summed = linear.weight.numel() // linear.out_channels
+    return LinearChoice(name, summed, linear.out_channels, None, is_head=is_head, kernel=kernel)
+
+
 def reason_to_leave(
-    linear: nn.Linear, choice: LinearChoice, scheme: Scheme, rule: str | None, quantize_head: bool, min_size: int
+    linear: nn.Linear | Convolution,
+    choice: LinearChoice,
+    scheme: Scheme,
+    rule: str | None,
+    quantize_head: bool,
+    min_size: int,
 ) -> str | None:
     """Why a linear stays in high precision whatever low-bit scheme it has; None: the scheme decides."""
     if scheme.leaves_all:
         return rule or NOTHING
+    if not isinstance(linear, nn.Linear):
+        if why := cannot_convolve(linear):
+            return why
+        if not isinstance(scheme, LowBitScheme):
+            return "schemes are timed for linears only"
     # Not isinstance: a subclass may have a forward pass of its own, which the swap would drop.
-    if type(linear) not in (nn.Linear, GroupedLinear):
+    elif type(linear) not in (nn.Linear, GroupedLinear):
         return f"a {type(linear).__name__}, not a plain linear"
     if why := cannot_swap(linear):
         return why
@@ -128,9 +170,12 @@ def decide(choice: LinearChoice, scheme: Scheme, shared: bool, device: torch.dev
     k, n = choice.in_features, choice.out_features
     own = scheme.for_linear(k, n, head=choice.is_head)
     own = own.for_experts() if choice.groups > 1 else own
-    if reason := _refusal(own, k, n, shared, device):
+    reason = has_no_convolution(own) if choice.kernel else None
+    if reason := reason or _refusal(own, k, n, shared, device):
         return replace(choice, reason=reason, scheme=None, assigned=None, rounds_logits=False)
     # for_linear(head=True) may turn on rounding of dy: seen by comparing with a hidden linear of this shape.
+    if choice.kernel and not choice.kernel.pointwise:
+        own = own.derived(convolves=True)
     rounds_logits = choice.is_head and own.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
     return replace(choice, reason=None, scheme=own, assigned=scheme, rounds_logits=rounds_logits)
 
@@ -142,14 +187,19 @@ def _refusal(scheme: LowBitScheme, k: int, n: int, shared: bool, device: torch.d
     return scheme.refusal(k, n, device)
 
 
-def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
-    """Every nn.Linear of a model, each once, with all of its names."""
-    found: dict[nn.Linear, list[str]] = {}
+def find_layers(model: nn.Module) -> dict[nn.Linear | Convolution, list[str]]:
+    """Every nn.Linear and every convolution of a model, each once, with all of its names."""
+    found: dict[nn.Linear | Convolution, list[str]] = {}
     # With duplicates: the swap must replace a shared module under each of its names.
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
             found.setdefault(module, []).append(name)
     return found
+
+
+def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
+    """`find_layers` without the convolutions."""
+    return {linear: names for linear, names in find_layers(model).items() if isinstance(linear, nn.Linear)}
 
 
 def shared_weights(model: nn.Module) -> set[int]:
@@ -166,7 +216,7 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
     """The plan's lines: one per (kind, shape, decision), with the number of linears. Where linears of a kind and shape
     run in several schemes, their layers are listed."""
     if choices and all(c.reason == NOTHING for c in choices):
-        return [f"{len(choices):4d} linears: all left, {NOTHING}"]
+        return [f"{len(choices):4d} {layers_text(choices)}: all left, {NOTHING}"]
     # With one scheme the plan's header names it already.
     mixed = len({spec_text(c.spec) for c in choices if c.reason is None}) > 1
     groups: dict[tuple[str, str], dict[str, list[LinearChoice]]] = {}
@@ -175,13 +225,18 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
         if c.rounds_logits:
             done += ", the gradient of logits rounded stochastically"
         each = f"{c.groups} of " if c.groups > 1 else ""
-        shape = f"{each}{c.in_features} -> {c.out_features}"
+        shape = c.kernel.shape_text(c.out_features) if c.kernel else f"{each}{c.in_features} -> {c.out_features}"
         groups.setdefault((kind_of(c.name), shape), {}).setdefault(done, []).append(c)
     return [
         f"{len(linears):4d} x {kind} {shape}{_layers(linears) if len(decisions) > 1 else ''}: {done}"
         for (kind, shape), decisions in groups.items()
         for done, linears in decisions.items()
     ]
+
+
+def layers_text(choices: Sequence[LinearChoice]) -> str:
+    """What the choices are on."""
+    return "linears and convolutions" if any(choice.kernel for choice in choices) else "linears"
 
 
 def _layers(linears: list[LinearChoice]) -> str:

@@ -94,14 +94,14 @@ class LowBitLinear(nn.Module):
     dy_scale: Tensor
     dy_amax: Tensor
 
-    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, reduce: Reduce | None = None):
+    def __init__(self, linear: nn.Linear | nn.Conv2d, scheme: LowBitScheme, key: Tensor, reduce: Reduce | None = None):
         """key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
         reduce: over the processes that hold the other parts of the weight; None: there are none."""
         super().__init__()
         # A scale that covers less than the whole weight is the part's own: nothing to exchange.
         self.reduce = None if spanning_format(scheme) is None else reduce
         """Reduces the statistics of a scale that covers the whole weight (`scales.py`)."""
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = linear.weight.shape[1:].numel(), linear.weight.shape[0]
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
         # Not saved: seed, step and number follow from the run.

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,8 @@ class QuantizedModel:
     """int64 [choices, 3]: seed, micro-step, number of the linear; SIBLINGS hold the row of the first."""
     own_keys: dict[str, Tensor]
     """The key of each linear, by name: a row of `keys`."""
-    left: dict[str, "weakref.ref[nn.Linear]"] = field(default_factory=dict)
-    """The linears that are not swapped; not kept alive, for an export replaces them one by one."""
+    left: dict[str, "weakref.ref[nn.Module]"] = field(default_factory=dict)
+    """The linears and convolutions that are not swapped; not kept alive, for an export replaces them one by one."""
     shared: Callable[[str], SharedWeight | None] = lambda name: None
     """The linears of which other processes hold other parts, by name."""
     one_weight_layout: bool = False
@@ -85,9 +85,9 @@ class QuantizedModel:
         delayed = [linear for linear in self.linears if linear.scheme.amax_history]
         self.amax = AmaxHistory(delayed) if delayed else None
 
-    def linear(self, name: str) -> LowBitLinear | nn.Linear:
+    def linear(self, name: str) -> LowBitLinear | nn.Linear | nn.Conv2d:
         """The linear of this name, swapped or left; the model keeps alive those that are left."""
-        linear = self.by_name().get(name) or self.left[name]()
+        linear: Any = self.by_name().get(name) or self.left[name]()
         assert linear is not None, name
         return linear
 

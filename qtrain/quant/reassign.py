@@ -1,10 +1,10 @@
 """Changes the schemes of linears of a model that trains.
 
 Afterwards the model is the one that would have been built with the new map: linears that stay in high precision are
-nn.Linear, the others LowBitLinear, and all draw the random bits of that model. Parameters are the same objects, so
-optimizers and checkpoints do not notice; hooks and attributes go with their linear. Codes are made anew. The absmax
-history of linears that stay under delayed scaling is kept, for it is of their tensors, whatever the format; others
-begin without one.
+nn.Linear, the others LowBitLinear, and all draw the random bits of that model; convolutions are linears here.
+Parameters are the same objects, so optimizers and checkpoints do not notice; hooks and attributes go with their
+linear. Codes are made anew. The absmax history of linears that stay under delayed scaling is kept, for it is of their
+tensors, whatever the format; others begin without one.
 
 What has been recorded of the steps before launches other kernels: recorded graphs are dropped by the number of
 assignments (`StepGraphs`), and a compiler notices that a module is another one.
@@ -14,15 +14,17 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.quant.attachments import LOW_BIT_LINEAR, carry_attachments
+from qtrain.quant.attachments import CONV, LOW_BIT_LINEAR, carry_attachments
 from qtrain.quant.choices import LinearChoice, decide, reason_to_leave, shared_weights
 from qtrain.quant.compiled_layers import allow_kinds
+from qtrain.quant.conv2d import LowBitConv2d
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel
@@ -89,7 +91,11 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
 
 
 def _choose(
-    current: LinearChoice, linear: LowBitLinear | nn.Linear, scheme: Scheme, shared: bool, quantized: QuantizedModel
+    current: LinearChoice,
+    linear: LowBitLinear | nn.Linear | nn.Conv2d,
+    scheme: Scheme,
+    shared: bool,
+    quantized: QuantizedModel,
 ) -> LinearChoice:
     """The choice of a linear in another scheme. UserError where it cannot run in it."""
     if current.spec == spec_of(None if scheme.leaves_all else scheme):
@@ -113,20 +119,25 @@ def _choose(
     return choice
 
 
-def _plain(linear: LowBitLinear | nn.Linear) -> nn.Linear:
-    """A linear in high precision with the parameters of `linear`; itself if it is one."""
+def _plain(linear: LowBitLinear | nn.Linear | nn.Conv2d) -> nn.Linear | nn.Conv2d:
+    """A linear or convolution in high precision with the parameters of `linear`; itself if it is one."""
     if not isinstance(linear, LowBitLinear):
         return linear
     # On meta no memory is allocated for weights that are replaced at once.
     with torch.device("meta"):
-        if linear.groups is None:
-            plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        else:
-            groups = linear.groups.count
-            plain = GroupedLinear(groups, linear.in_features, linear.out_features // groups)
+        plain: Any = _like(linear)
     plain.weight, plain.bias = linear.weight, linear.bias
-    carry_attachments(linear, plain, LOW_BIT_LINEAR)
+    carry_attachments(linear, plain, LOW_BIT_LINEAR | CONV if isinstance(linear, LowBitConv2d) else LOW_BIT_LINEAR)
     return plain.train(linear.training)
+
+
+def _like(linear: LowBitLinear) -> nn.Module:
+    """A module in high precision of the same sizes, with parameters of its own."""
+    if isinstance(linear, LowBitConv2d):
+        return linear.plain()
+    if linear.groups is None:
+        return nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    return GroupedLinear(linear.groups.count, linear.in_features, linear.out_features // linear.groups.count)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

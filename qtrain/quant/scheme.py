@@ -116,6 +116,9 @@ class LowBitScheme(Scheme):
     """Whether `grad_input` makes the transposed codes of a weight itself, from those that `output` reads
     (`weight_codes.in_one_layout`)."""
 
+    convolves: bool = False
+    """Whether x and dy are images whose pixels `grad_weight` sums over too: its scales are tensorwise (`conv2d.py`)."""
+
     forward_only: bool = False
     """Whether there is no backward pass, and so no operand of a weight for `grad_input` (`swap.quantize_linears`)."""
 
@@ -147,6 +150,8 @@ class LowBitScheme(Scheme):
             columns = columns._replace(sum_dim=0)
         if name == "w" and self.forward_only:
             columns = None
+        if name != "w" and self.convolves and columns is not None:
+            columns = columns._replace(granularity="tensorwise")
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
     def gemm_dtypes(self) -> dict[Gemm, str]:

@@ -1,19 +1,21 @@
-"""Swaps a model's linears by scheme.
+"""Swaps a model's linears and convolutions by scheme.
 
-Any nn.Module works: its nn.Linear submodules are swapped. For schemes that normalize the input of every linear, the
-model may have a method `add_sub_norms`.
+Any nn.Module works: its nn.Linear and nn.Conv2d submodules are swapped. For schemes that normalize the input of every
+linear, the model may have a method `add_sub_norms`.
 """
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
-from qtrain.quant.attachments import LINEAR, carry_attachments
-from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_linears, shared_weights
+from qtrain.quant.attachments import carry_attachments, own_names
+from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_layers, shared_weights
+from qtrain.quant.conv2d import Convolution, LowBitConv2d
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel, SharedWeight
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -45,7 +47,7 @@ def quantize_linears(
     one_weight_layout: bool = False,
     forward_only: bool = False,
 ) -> QuantizedModel:
-    """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
+    """Swap the linears and convolutions of `model` in place, except its output head `head` unless `quantize_head`.
 
     Lazy parameters get their values, one at a time: first those that stay in high precision, the largest first, then
     each weight before it is quantized. realize: False where whoever shards the weights does both: lazy ones stay lazy,
@@ -61,7 +63,7 @@ def quantize_linears(
     if scheme.root.sub_norm and (add_sub_norms := getattr(model, "add_sub_norms", None)) is not None:
         add_sub_norms("--quantize")
     device = next(model.parameters()).device
-    linears, tied = find_linears(model), shared_weights(model)
+    linears, tied = find_layers(model), shared_weights(model)
     choices = choose_linears(
         model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size, left=left
     )
@@ -101,17 +103,18 @@ def quantize_linears(
     return quantized
 
 
-def swap(linear: nn.Linear, choice: LinearChoice, quantized: QuantizedModel) -> LowBitLinear:
-    """The linear of a choice as a LowBitLinear. A lazy weight stays lazy: its codes are those of zeros, until it has a
-    value."""
+def swap(linear: nn.Linear | Convolution, choice: LinearChoice, quantized: QuantizedModel) -> LowBitLinear:
+    """The linear or convolution of a choice in low bits. A lazy weight stays lazy: its codes are those of zeros, until
+    it has a value."""
     scheme = choice.in_one_layout if quantized.one_weight_layout else choice.scheme
     plain, part, key = linear.weight, quantized.shared(choice.name), quantized.own_keys[choice.name]
     with with_zeros(plain):
         if scheme.stored_format is not None and not isinstance(plain.data, StoredWeight):
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
-        swapped = LowBitLinear(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
-    carry_attachments(linear, swapped, LINEAR)
+        kind: Any = LowBitConv2d if isinstance(linear, nn.Conv2d) else LowBitLinear
+        swapped = kind(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
+    carry_attachments(linear, swapped, own_names(linear))
     # The parameter of codes replaces the lazy one: it needs an initializer of its own.
     if (stored_format := scheme.stored_format) is not None and is_lazy(plain) and linear.weight is not plain:
 

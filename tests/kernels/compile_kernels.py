@@ -21,6 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qtrain.core import hardware
+from qtrain.kernels.conv import gather_mm, grad_weight
+from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
 from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
 from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
@@ -397,6 +399,27 @@ def grouped() -> Iterator[Case]:
     yield False, lambda: launch_gather_rows(scales, tokens)
 
 
+def convolutions() -> Iterator[Case]:
+    """3x3 with padding and a stride of 2; both of an input's passes have more than one tap."""
+    shape = ConvShape(32, 128, 64, 14, 7, 3, 2, 1, 1, 14, 7, 3, 2, 1, 1)
+    passes = (shape.height.forward(), shape.width.forward())
+    dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if hardware.has_fp8(torch.device("cpu")) else [])]
+    for number, (t, (a, b)) in enumerate((t, pair) for t in gather_mm.TILINGS.values() for pair in dtypes):
+        scale = zeros(32 if number % 2 else 1, dtype=FP32)
+        yield number < 2, lambda t=t, a=a, b=b, s=scale, i=number: gather_mm.launch_gather_mm(
+            zeros(32, 14, 14, 128, dtype=a), zeros(64, 3, 3, 128, dtype=b), s, zeros(64, dtype=FP32),
+            zeros(32, 7, 7, 64), passes, t, bias=zeros(64) if i % 2 else None, fast_accum=i % 2 == 0,
+        )  # fmt: skip
+    one = zeros(1, dtype=FP32)
+    for number, (t, (a, b)) in enumerate((t, pair) for t in grad_weight.TILINGS.values() for pair in dtypes):
+        yield (
+            number == 1,
+            lambda t=t, a=a, b=b: grad_weight.launch_conv_grad_weight(
+                zeros(7 * 7 * 64, 32, dtype=a), zeros(14 * 14 * 128, 32, dtype=b), one, one, list(shape), BF16, t
+            ),
+        )
+
+
 def updates() -> Iterator[Case]:
     def step(rule: str, formats: tuple[str, ...], weight: str, shape: tuple[int, int], amax: bool = False) -> None:
         value, states = zeros(*shape, dtype=FP32 if weight == "fp32" else BF16), []
@@ -494,7 +517,7 @@ def decode() -> Iterator[Case]:
 
 
 GROUPS = (
-    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, updates,
+    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions, updates,
     frozen_weights,
 )  # fmt: skip
 TUNED = {
@@ -509,6 +532,8 @@ TUNED = {
     "_k_grouped_kernel",
     "_m_grouped_blockwise_kernel",
     "_k_grouped_blockwise_kernel",
+    "_conv_gather_kernel",
+    "_conv_grad_weight_kernel",
 }
 """Kernels whose configurations are timed, where one without enough shared memory loses: one that fits is enough."""
 

@@ -9,6 +9,7 @@ from qtrain.core.errors import UserError
 from qtrain.models import (
     build_vision_model,
     check_vision_model,
+    constructor_kwargs,
     empty_vision_model,
     export_timm,
     image_config,
@@ -47,10 +48,13 @@ def test_the_cost_is_that_of_the_formulas():
     """C = 32, 17 tokens, 2 layers: qkv 3C², proj C², mlp 8C² a layer; attention 2·S·C for q·kᵀ, and for p·v."""
     model = empty_vision_model(NAME, SMALL, 5)
     cost = vision_cost(model, output_head(model), (3, 16, 16))
-    assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 and cost.head == 6 * 32 * 5 and cost.rows == 17
+    patches = 4 * 16 * 32 * 3 * 4 * 4  # their convolution; an image has no gradient
+    assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 + patches and cost.head == 6 * 32 * 5 and cost.rows == 17
     assert cost.attention == 3 * 2 * 2 * (2 * 17 * 17 * 32)
-    assert cost.other == 4 * 16 * 32 * 3 * 4 * 4  # the patches' convolution; an image has no gradient
-    inputs = {name: rows * model.get_submodule(name).in_features for name, rows in cost.linear_rows.items()}
+    assert cost.other == 0 and cost.linear_rows["patch_embed.proj"] == 16
+    assert cost.conv_inputs == {"patch_embed.proj": (3 * 16 * 16, False)}
+    linears = {name: rows for name, rows in cost.linear_rows.items() if name not in cost.conv_inputs}
+    inputs = {name: rows * model.get_submodule(name).in_features for name, rows in linears.items()}
     assert inputs.pop("head") == 32 and sum(inputs.values()) == 2 * 17 * (32 + 32 + 32 + 128) and not cost.bypassed
     a_layer = 17 * 4 * (32 * 2 + 96 + 32 * 2 + 128 * 2)  # norms' inputs and outputs, qkv, attention, mlp
     assert 2 * a_layer < cost.kept < 3 * a_layer
@@ -64,6 +68,24 @@ def test_the_cost_of_convolutions_is_that_of_a_counted_step(name):
     with FlopCounterMode(display=False) as counted:
         model(torch.empty(1, 3, 64, 64, device="meta")).sum().backward()
     assert sum(cost.flops.values()) == counted.get_total_flops()
+
+
+def test_the_size_of_images_is_no_argument_of_models_that_take_any():
+    given = {"img_size": 16, "in_chans": 1}
+    assert constructor_kwargs("resnet18", given) == {"in_chans": 1} and constructor_kwargs(NAME, given) == given
+    assert image_config(empty_vision_model("resnet18", {"in_chans": 1}, 5), given)["input_size"] == (1, 16, 16)
+    wrong = {"img_size": 16, "in_chan": 1}
+    with pytest.raises(UserError, match="unexpected keyword argument 'in_chan'"):
+        empty_vision_model(NAME, constructor_kwargs(NAME, wrong), 5)
+
+
+def test_a_map_of_one_pixel_has_a_cost():
+    """On one image BatchNorm has one value a channel, on which it does not train."""
+    model = empty_vision_model("resnet18", {}, 5)
+    small, large = (vision_cost(model, output_head(model), (3, size, size)) for size in (32, 64))
+    assert model.training and large.blocks == 4 * small.blocks and 3.5 < large.kept / small.kept < 4
+    # The image, and what the pooling computes; the rest are outputs of ReLU, which keeps them.
+    assert [n for n, x in small.conv_inputs.items() if not x.others_keep] == ["conv1", "layer1.0.conv1"]
 
 
 def test_linears_that_a_model_does_not_call_are_told():

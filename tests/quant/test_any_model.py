@@ -144,7 +144,10 @@ def test_overrides_min_size_and_the_head():
             "unknown scheme 'fp8_rowise'. Did you mean 'fp8_rowwise'?",
         ),
         (lambda: qtrain.quantize(perceptron(), "int8", granularty="rowwise"), "granularty"),
-        (lambda: qtrain.quantize(nn.Sequential(nn.GELU()), "int8"), "Sequential has no nn.Linear to quantize"),
+        (
+            lambda: qtrain.quantize(nn.Sequential(nn.GELU()), "int8"),
+            "Sequential has no nn.Linear or nn.Conv2d to quantize",
+        ),
         (lambda: qtrain.quantize(perceptron(), "int8", min_size=500), "fewer than 500"),
         (lambda: qtrain.quantize(perceptron(), "int8", overrides={"0": "int9"}), "int9"),
     ],

@@ -82,7 +82,7 @@ def int8_mm_names(m: int, n: int, k: int) -> list[str]:
     return [*names, "cublas"]
 
 
-def _aligned_rows(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """x, whose rows may be slices of longer ones, or a copy if they are not contiguous at multiples of 16 bytes."""
     # What a TMA descriptor asks of a slice of columns: spans of K are such.
     aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
@@ -95,7 +95,7 @@ def int8_mm(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     if not (a.is_cuda and m and n and k) or forced() == "ref":
         return int8_mm_ref(a, b)
-    a, b = _aligned_rows(a), _aligned_rows(b)
+    a, b = aligned_rows(a), aligned_rows(b)
 
     def run(name: str) -> Tensor:
         return int8_mm_ref(a, b) if name == "cublas" else launch_int8_mm(a, b, TILINGS[name])

@@ -24,7 +24,7 @@ from torch import Tensor
 from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
-from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.split_k import choose_split, launch_split_tiles
 
@@ -158,6 +158,26 @@ def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> t
     return tuple(t.name for t in ([*split, *plain] if split_first else [first, *split, *plain[1:]]))
 
 
+def _exact_span(a: Tensor, b: Tensor) -> Tensor:
+    """A span of a long INT8 sum, in int32 or fp32: the fastest of `int8_mm` and the tilings that split K, which help
+    where there are few tiles, as of a 1x1 convolution's `grad_weight`, whose sum is over pixels. All have the same
+    bits: slices are added as int32."""
+    splits = [name for name in scaled_mm_names(a, b, torch.float32) if "split" in name]
+    if not splits or forced() is not None:
+        return int8_mm(a, b)
+
+    def run(name: str) -> Tensor:
+        return int8_mm(a, b) if name == "int8_mm" else _split_span(a, b, TILINGS[name])
+
+    sizes = (a.shape[0], b.shape[0], a.shape[1])
+    return run(choose("int8_span", sizes, ["int8_mm", *splits], run))
+
+
+def _split_span(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
+    one, out = torch.ones(1, device=a.device), torch.empty(a.shape[0], b.shape[0], device=a.device)
+    return launch_scaled_mm(aligned_rows(a), aligned_rows(b), one, one, out, tiling)
+
+
 def _scaled_mm_cublas(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
@@ -195,7 +215,7 @@ def scaled_mm(
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
     a, b = padded_k(a), padded_k(b)
     if a.dtype == torch.int8 and a.shape[1] > LONGEST_EXACT_K:  # int32 would overflow
-        return _scale_total(sum_over_spans(a, b, int8_mm), scale_a, scale_b, out_dtype, bias)
+        return _scale_total(sum_over_spans(a, b, _exact_span), scale_a, scale_b, out_dtype, bias)
     names = scaled_mm_names(a, b, out_dtype)
     if not names:
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)

@@ -22,8 +22,16 @@ from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
-from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise import (
+    LONGEST_ROW,
+    launch_rowwise,
+    launch_rowwise_bf16x2,
+    supports_rowwise_bf16x2,
+)
 from qtrain.kernels.quantize.tiled import launch_tiled
+
+FEW_ROWS = 1024
+"""Rows too long for a CTA's registers that are quantized by tiles, after a pass for their absmax."""
 
 
 def _kernel_takes(x: Tensor, rounding: Rounding, index: RowIndex = EVERY_ROW) -> bool:
@@ -55,8 +63,10 @@ def _launch(
     """The fastest kernel for `quantize`."""
     if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
         return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
+    # Images of a convolution: a CTA per row would leave SMs idle, and loop over its row for long.
+    few_long_rows = granularity == "rowwise" and x.shape[1] > 2 * LONGEST_ROW and x.shape[0] <= FEW_ROWS
     # A group along a row fits in registers: one read. Square blocks need a tile, given scales no maximum.
-    if given is None and granularity in ("rowwise", "1x128", "1x32"):
+    if given is None and granularity in ("rowwise", "1x128", "1x32") and not few_long_rows:
         return launch_rowwise(x, fmt, granularity, rounding, power_of_two)
     return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given)
 

@@ -1,8 +1,9 @@
 """The cost of training a vision model on one image, measured by one forward pass on the meta device."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
+class ConvInput(NamedTuple):
+    """What a convolution reads of one image."""
+
+    elements: int
+    others_keep: bool
+    """Whether another operation keeps it for backward too, as the activation that computed it."""
+
+
 @dataclass(frozen=True)
 class VisionCost:
     """Of one image. FLOPs of forward and backward, two per multiply-add, without recomputation.
 
-    blocks, head: linears; other: convolutions and other products. rows: of the input of most linears (its tokens).
-    kept: bytes that backward keeps, each operation on its own. linear_rows: name of each linear -> rows of its input.
-    bypassed: linears whose weight the model reads without calling them.
+    blocks: linears and convolutions; head: a linear; other: other products. rows: of the input of most linears (its
+    tokens). kept: bytes that backward keeps, each operation on its own. linear_rows: name of each linear -> rows of its
+    input; of a convolution pixels of its output. conv_inputs: by name too. bypassed: linears and convolutions whose
+    weight the model reads without calling them.
     """
 
     blocks: float
@@ -27,6 +37,7 @@ class VisionCost:
     rows: int
     kept: int
     linear_rows: Mapping[str, int]
+    conv_inputs: Mapping[str, ConvInput]
     bypassed: tuple[str, ...]
 
     @property
@@ -38,25 +49,32 @@ class VisionCost:
 def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
     """Run `model`, on the meta device, on one image; None if it cannot run there."""
     model.train()
-    linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    rows: dict[nn.Linear, int] = {}
-    hooks = [
-        m.register_forward_hook(lambda m, args, _: rows.update({m: args[0].numel() // m.in_features})) for m in linears
-    ]
-    without_grad_input: list[float] = []  # forward FLOPs of convolutions of the image itself
+    try:
+        return _measure(model, head, input_size)
+    except ValueError:  # BatchNorm trains on more than one value a channel, which one small image may not have
+        return _measure(model.eval(), head, input_size)
+    finally:
+        model.train()
+
+
+def _measure(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
+    layers = {m: n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    rows: dict[Any, int] = {}
+    read: dict[Any, Tensor] = {}  # the inputs of convolutions
 
     def note_input(m: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not args[0].requires_grad:
-            # weight[0], [C_in / groups, kernel]: the multiply-adds of one output.
-            without_grad_input.append(2.0 * output.numel() * m.weight[0].numel())
+        rows[m] = output.numel() // m.weight.shape[0]
+        if not isinstance(m, nn.Linear):
+            read[m] = args[0]
 
-    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    hooks += [m.register_forward_hook(note_input) for m in convolutions]
+    hooks = [m.register_forward_hook(note_input) for m in layers]
     kept: dict[int, Tensor] = {}
+    keepers: Counter[int] = Counter()
 
     def keep(tensor: Tensor) -> Tensor:
         # By storage: views of one tensor count once.
         kept[tensor.untyped_storage()._cdata] = tensor
+        keepers[tensor.untyped_storage()._cdata] += 1
         return tensor
 
     dtype = next(model.parameters()).dtype
@@ -71,21 +89,21 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
         for hook in hooks:
             hook.remove()
     weights = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
-    work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
-    head_flops = work.pop(head, 0.0) if isinstance(head, nn.Linear) else 0.0
-    attention_flops = 3.0 * attention.flops
+    forward = {m: 2.0 * count * m.weight.numel() for m, count in rows.items()}
     # Backward has two products for each of the forward pass; for the image, one.
-    total = 3.0 * counter.get_total_flops() - sum(without_grad_input)
-    counts = sorted(count for m, count in rows.items() if m is not head)
+    of_image = sum(flops for m, flops in forward.items() if m in read and not read[m].requires_grad)
+    head_flops = 3.0 * forward[head] if isinstance(head, nn.Linear) and head in forward else 0.0
+    counts = sorted(count for m, count in rows.items() if m is not head and isinstance(m, nn.Linear))
     return VisionCost(
-        blocks=sum(work.values()),
+        blocks=3.0 * sum(forward.values()) - of_image - head_flops,
         head=head_flops,
-        attention=attention_flops,
-        other=max(total - sum(work.values()) - head_flops, 0.0),
+        attention=3.0 * attention.flops,
+        other=max(3.0 * (counter.get_total_flops() - sum(forward.values())), 0.0),
         rows=counts[len(counts) // 2] if counts else 1,  # the median
         kept=sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights),
-        linear_rows={name: rows[m] for m, name in linears.items() if m in rows},
-        bypassed=tuple(name for m, name in linears.items() if m not in rows),
+        linear_rows={name: rows[m] for m, name in layers.items() if m in rows},
+        conv_inputs={layers[m]: ConvInput(x.numel(), keepers[x.untyped_storage()._cdata] > 1) for m, x in read.items()},
+        bypassed=tuple(name for m, name in layers.items() if m not in rows),
     )
 
 

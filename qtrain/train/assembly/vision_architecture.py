@@ -12,6 +12,7 @@ from qtrain.models import (
     VisionCost,
     build_vision_model,
     compile_vision,
+    constructor_kwargs,
     empty_vision_model,
     image_config,
     recompute_blocks,
@@ -40,8 +41,13 @@ class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
         refuse_absurd(self.kwargs, "--model_kwargs")
 
     @cached_property
+    def constructor_kwargs(self) -> Mapping[str, Any]:
+        """`kwargs` without what is of the images alone (`models.constructor_kwargs`)."""
+        return constructor_kwargs(self.name, self.kwargs)
+
+    @cached_property
     def empty(self) -> nn.Module:
-        return empty_vision_model(self.name, self.kwargs, self.classes)
+        return empty_vision_model(self.name, self.constructor_kwargs, self.classes)
 
     @cached_property
     def image(self) -> dict[str, Any]:
@@ -69,7 +75,7 @@ class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
     def build(self, checked: CheckedSettings) -> nn.Module:
         return build_vision_model(
             self.name,
-            self.kwargs,
+            self.constructor_kwargs,
             self.classes,
             pretrained=checked.settings.pretrained,
             device=checked.device,

@@ -82,6 +82,8 @@ class HealthMonitor:
         elif self._interval and (reason := self._off_reason()):
             log.info("health      off: %s", reason)
             self._interval = 0
+        if self._interval and (count := sum(bool(c.kernel and c.scheme) for c in self._quantized.choices)):
+            log.info("health      samples measure linears, not the %d convolutions in low bits", count)
         # What is sampled after a checkpoint is sampled again.
         if rank() == 0 and resumed_step is not None and path.is_file():
             self._log = MetricsLog(path, resumed_step)

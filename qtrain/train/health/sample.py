@@ -49,14 +49,16 @@ class Sampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._quantized.linears or self.routers)
+        return bool(self.routers) or any(choice.scheme and not choice.kernel for choice in self._quantized.choices)
 
     def sample(self, batch: TensorBatch, trained: float, number: int, suspects: Collection[str]) -> list[Row]:
         """The rows of all linears in low bits and of the routers, without a step. trained: what the step's loss is
         divided by, which delayed scales of gradients expect. number: of the sample; it says whose turn it is.
         suspects: linears to compare with other schemes in any case."""
         piece, swapped = piece_of(batch), self._quantized.by_name()
-        choices = {choice.name: choice for choice in self._quantized.choices if choice.name in swapped}
+        # Probes read matrices: convolutions are not measured.
+        found = [choice for choice in self._quantized.choices if choice.name in swapped and not choice.kernel]
+        choices = {choice.name: choice for choice in found}
         turn = _turn(list(choices.values()), number)
         compared = {*turn, *suspects} & choices.keys()
         probes = {

@@ -16,7 +16,7 @@ from qtrain.comm.ranks import from_rank_0
 from qtrain.core.checks import check_fields
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
-from qtrain.quant.choices import NO_NAMES
+from qtrain.quant.choices import NO_NAMES, layers_text
 from qtrain.quant.scheme_map import FLAG, SchemeMap, matches, scheme_of, spec_of, spec_text
 from qtrain.quant.schemes.auto import Auto, choose_per_shape, linear_shapes, scheme_per_shape
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -56,7 +56,7 @@ def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: st
     # A scheme with a name is that of a frozen base; --quantize's has none.
     flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else ("--quantize", "--quantize bf16")
     raise UserError(
-        f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} linears: "
+        f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} {layers_text(linears)}: "
         f"{_reasons(linears) or 'it has none'}. Change that, or stay in high precision with {fix}."
     )
 
@@ -74,14 +74,14 @@ def warn_high_precision(
     if share <= 0.5:
         return []
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
-    return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {name}: {_reasons(left)}"]
+    return [f"warning: {100 * share:.0f}% of the {layers_text(linears)}' FLOPs stay in {name}: {_reasons(left)}"]
 
 
 def describe_low_bits(linears: Sequence[LinearChoice], rows: Mapping[str, float] | None) -> str:
     """How much of the linears runs in low bits, in a line. rows: as for `warn_high_precision`."""
     swapped = sum(linear.scheme is not None for linear in linears)
     share = 100 * _low_bit_share(linears, rows)
-    return f"low bits in {swapped:,} of {len(linears):,} linears, {share:.0f}% of their FLOPs"
+    return f"low bits in {swapped:,} of {len(linears):,} {layers_text(linears)}, {share:.0f}% of their FLOPs"
 
 
 def _low_bit_share(linears: Sequence[LinearChoice], rows: Mapping[str, float] | None) -> float:

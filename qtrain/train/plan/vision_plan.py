@@ -9,7 +9,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.models.cost.memory import Peak
 from qtrain.optim import ParameterShape, parameter_groups
-from qtrain.quant import LinearChoice
+from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.train.log.metrics import IMAGES
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Figures, Plan, make_plan
@@ -73,13 +73,12 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
     for linear in linears:
         scheme = linear.in_one_layout if settings.weight_codes == "one" else linear.scheme
         if scheme is not None:
-            inputs = cost.linear_rows.get(linear.name, 0) * linear.in_features
-            kept += inputs * (kept_input_bytes(scheme, element) - element)
+            kept += _kept_input(linear, scheme, cost, element)
             weights += linear.weights * (weight_bytes(scheme, element) - element)
             codes += linear.weights * code_bytes(scheme)
     blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
-        width = max((linear.in_features for linear in linears if not linear.is_head), default=0)
+        width = max((linear.in_features for linear in linears if not (linear.is_head or linear.kernel)), default=0)
         # One block's activations at a time, and the input of each.
         kept = kept / blocks + blocks * cost.rows * width * element
     share = fullest_share(shapes, checked.mesh.shard, checked.optimizer.needs_whole)
@@ -101,3 +100,15 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
     kinds = {kind: int(size) for kind, size in found.items() if size}
     on_host = checked.optimizer.host_bytes(shapes, element)
     return Peak("the start of backward", kinds, {name: int(share * size) for name, size in on_host.items()})
+
+
+def _kept_input(linear: LinearChoice, scheme: LowBitScheme, cost: VisionCost, element: int) -> float:
+    """Bytes that backward keeps of the input of a linear or convolution in low bits, more than of one that is not."""
+    codes = kept_input_bytes(scheme, element)
+    if linear.kernel is None:
+        return cost.linear_rows.get(linear.name, 0) * linear.in_features * (codes - element)
+    x = cost.conv_inputs.get(linear.name)
+    if x is None or codes == element:
+        return 0.0
+    # Where the activation before it keeps the same tensor, codes come on top.
+    return x.elements * (codes - element * (not x.others_keep))

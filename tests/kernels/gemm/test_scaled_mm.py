@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.gemm import scaled_mm as module
+from qtrain.kernels.gemm import split_k
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm_ref, launch_int8_mm
 from qtrain.kernels.gemm.persistent import Tiling, padded_k
 from qtrain.kernels.gemm.scaled_mm import SPAN, TILINGS, launch_scaled_mm, scaled_mm, scaled_mm_ref, sum_over_spans
@@ -113,8 +114,26 @@ def test_spans_of_the_kernel_in_the_interpreter(monkeypatch):
     assert torch.equal(total, sum_over_spans(a, b, int8_mm_ref))
 
 
+@pytest.mark.interpreter
+def test_a_span_is_split_in_the_interpreter(monkeypatch):
+    """Bit for bit `int8_mm`, from slices of longer rows; and it is what is timed against that."""
+    monkeypatch.setattr(split_k, "MIN_STEPS", 1)
+    monkeypatch.setattr(split_k, "OVERHEAD_STEPS", 0)
+    caches = split_k.choose_split, module._tiling_names
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(module, "choose", lambda op, key, names, run: names[-1])
+    a, b = (codes(rows, 400, torch.int8, rows)[:, :384] for rows in (40, 80))
+    total = module._exact_span(a, b)
+    for cache in caches:
+        cache.cache_clear()
+    assert total.dtype == torch.float32 and torch.equal(total, int8_mm_ref(a, b).float())
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("m,n,k", [(896, 1152, 2 * SPAN + 4096), (33, 80, SPAN + 1000), (5, 7, SPAN + 333)])
+@pytest.mark.parametrize(
+    "m,n,k", [(64, 256, 2 * SPAN + 4096), (896, 1152, 2 * SPAN + 4096), (33, 80, SPAN + 1000), (5, 7, SPAN + 333)]
+)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_more_tokens_than_int32_holds_run_through_the_kernels(m, n, k, out_dtype, monkeypatch):
     """Bit for bit the definition, without running it."""

@@ -240,7 +240,7 @@ def test_other_formats_on_gpu(fmt):
 @pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_operators_on_gpu(fmt):
     """Every granularity, in both layouts, any shape and strides of the input: as on a CPU."""
-    for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0)]:
+    for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0), (3, 49_184)]:
         for kind in ("normal", "strided"):
             x = matrix(*shape, 5, kind, torch.bfloat16).cuda()
             for granularity in ("tensorwise", "rowwise", "1x128", "32x32"):

@@ -95,10 +95,12 @@ def test_a_vision_model_without_linears_to_swap_is_refused(here):
     pytest.importorskip("timm")
     pytest.importorskip("sklearn")
     digits = {"type": "sklearn:digits"}
-    settings = {"model": "resnet18", "pretrained": False, "train_ds": digits, "quantize": "int8", "device": "cpu"}
-    done = call(timm_finetune.main, flags(**settings))
-    assert done.code == 2 and "quantizes none of the model's 1 linears: 1 x output head" in done.err
-    assert call(timm_finetune.main, flags(**settings, quantize_lm_head=True, dry_run=True)).code == 0
+    settings = {"model": "resnet18", "pretrained": False, "train_ds": digits, "device": "cpu"}
+    done = call(timm_finetune.main, flags(**settings, quantize="fp8_blockwise"))
+    assert done.code == 2 and "quantizes none of the model's 21 linears and convolutions: 1 x 3 input" in done.err
+    assert "19 x the scheme's scales of 1x128 blocks are for linears; 1 x output head" in done.err
+    for changes in ({"quantize": "fp8_blockwise", "quantize_lm_head": True}, {"quantize": "int8"}):
+        assert call(timm_finetune.main, flags(**settings, **changes, dry_run=True)).code == 0
 
 
 def test_more_than_half_of_the_work_left_in_high_precision_is_one_warning(here):
