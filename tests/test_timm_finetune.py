@@ -133,6 +133,7 @@ def test_a_network_of_convolutions(folder, tmp_path, monkeypatch):
     done = call(timm_finetune.main, flags(**settings, runs_dir=tmp_path / "whole"))
     assert done.code == 0, done.err
     assert "low bits in 11 of 16 linears and convolutions" in done.out
+    assert "convolutions in low bits take about twice as long as in bf16" in done.out
     assert "layer1.conv1 3x3 32 -> 32: quantized" in done.out
     assert "layer3.downsample 1x1 48 -> 192: left, --quantize_overrides leaves it" in done.out
     assert "samples measure linears, not the 10 convolutions in low bits" in done.out

@@ -517,8 +517,8 @@ def decode() -> Iterator[Case]:
 
 
 GROUPS = (
-    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions, updates,
-    frozen_weights,
+    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions,
+    updates, frozen_weights,
 )  # fmt: skip
 TUNED = {
     "_gemv_kernel",

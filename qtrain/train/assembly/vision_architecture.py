@@ -28,6 +28,11 @@ from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.vision_plan import plan_vision_run
 from qtrain.train.settings.settings import TrainSettings
 
+SLOW_CONVOLUTIONS = (
+    "note    convolutions in low bits take about twice as long as in bf16 (docs/benchmarks.md, ResNet-50 on an H100); "
+    "bf16 in --quantize_overrides leaves those that it names"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
@@ -100,6 +105,11 @@ class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
         return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
-        if self.cost is None or not self.cost.bypassed or not any(linear.scheme for linear in linears):
-            return []
-        return [f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"]
+        lines = []
+        if self.cost is not None and self.cost.bypassed and any(linear.scheme for linear in linears):
+            lines += [
+                f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"
+            ]
+        if any(linear.scheme and linear.kernel for linear in linears):
+            lines += [SLOW_CONVOLUTIONS]
+        return lines
