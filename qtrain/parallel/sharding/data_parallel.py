@@ -7,8 +7,9 @@ losses, gradients and weights are those of one rank, bit for bit.
 After the optimizer's step every rank gathers the updated weights (`model_weights.py`).
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
-from qtrain.quant import QuantizedModel
+from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
@@ -202,6 +203,16 @@ class DataParallel:
         if self._full_shard is not None:
             self._full_shard.free()
 
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Passes inside, of all data ranks, leave no gradients: those of fully sharded units are not reduced."""
+        after_unit, self.after_unit = self.after_unit, lambda unit: None
+        try:
+            yield
+        finally:
+            self.after_unit = after_unit
+            self.abort_micro_batch()
+
     def reduce_group(self, index: int) -> None:
         """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
         if self._parts is not None:
@@ -299,10 +310,22 @@ class DataParallel:
         if self._full_shard is not None:
             self._full_shard.gather(indices)
 
+    def whole_weight(self, linear: LowBitLinear) -> Tensor:
+        """The weight [N, K] of a linear that keeps codes only, in new memory; all data ranks call it."""
+        return self._weights.whole(linear.weight)
+
     @property
     def kept_codes(self) -> list[Tensor]:
         """This rank's codes of fully sharded blocks, which are gathered when those run."""
         return self._weights.kept_codes
+
+    def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+        """`quant.reassign` between steps, on all ranks: weights and codes are gathered as of a run that begins with the
+        new map."""
+        if not self._quantized.fixed:
+            reassign(model, self._quantized, schemes)
+            return
+        raise NotImplementedError
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""

@@ -162,6 +162,13 @@ class ModelWeights:
         if linear is not None and linear.gathered:
             linear.refresh(sharded.parameter)
 
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The value of a parameter that is not in memory, in new memory."""
+        found: list[Tensor] = []
+        sharded = next(s for s in self._parameters + self._frozen if s.parameter is parameter)
+        self._gather_masters([sharded], lambda _, tensors: found.extend(tensors))
+        return found[0]
+
     def restore(self) -> None:
         """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on the first
         data rank of their mesh only. The model does not train any more after this."""
