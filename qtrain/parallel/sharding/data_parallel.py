@@ -21,7 +21,7 @@ from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
-from qtrain.parallel.sharding.full_shard import Unit
+from qtrain.parallel.sharding.full_shard import FullShard, Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.host_gradients import HostGradients
@@ -150,9 +150,12 @@ class DataParallel:
             units=units,
             reduce=lambda unit: self.after_unit(unit),
         )
-        self._full_shard = self._weights.full_shard
         if units or any(s.master is not s.parameter for s in self.parameters):
             quantized.fixed = "weights, or codes of them, are gathered from the ranks' masters or from host memory"
+
+    @property
+    def _full_shard(self) -> FullShard | None:
+        return self._weights.full_shard
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
@@ -322,10 +325,10 @@ class DataParallel:
     def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         """`quant.reassign` between steps, on all ranks: weights and codes are gathered as of a run that begins with the
         new map."""
-        if not self._quantized.fixed:
+        if self._quantized.fixed and schemes:
+            self._weights.reassign(model, schemes)
+        else:
             reassign(model, self._quantized, schemes)
-            return
-        raise NotImplementedError
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
