@@ -157,7 +157,9 @@ class ModelWeights:
         masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         gather = functools.partial(self._gather_block, [*codes.values()], masters)
-        return ShardedBlock(unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in unit_parameters])
+        return ShardedBlock(
+            unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
+        )
 
     def _gathered(self, sharded: Sharded) -> GatheredMaster:
         linear = self._linear_of.get(id(sharded.parameter))

@@ -30,6 +30,7 @@ from qtrain.quant.scheme_map import Spec, scheme_of
 from qtrain.train.health.judged import BALANCE, Judged, judge_linear, judge_router
 from qtrain.train.health.ranks import SampleFailed, SampleRanks, why_failed
 from qtrain.train.health.sample import Row, Sampler
+from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
 from qtrain.train.state.run import Run
 from qtrain.train.step.forward import Forward
@@ -153,7 +154,9 @@ class HealthMonitor:
             why = str(error) if isinstance(error, SampleFailed) else why_failed(error)
             if self._ranks.together and not isinstance(error, SampleFailed):
                 # Other ranks are within the passes: only a process that has ended is missed there.
-                raise TrainingStopped(f"step {step}: a health sample {why}; --health 0 takes none.") from None
+                if is_out_of_memory(error):
+                    raise TrainingStopped(f"step {step}: a health sample {why}; --health 0 takes none.") from None
+                raise
             del error  # its frames hold the sample's tensors
             log.warning("health      off from step %d on: a sample %s", step, why)
             self._sampler = None

@@ -67,9 +67,7 @@ class Sampler:
             lambda: (_turn(list(choices.values()), number), _small(self._model), sorted(suspects))
         )
         compared = {*turn, *suspects} & choices.keys()
-        probes = {
-            name: self._ranks.probe(choice, swapped[name], name in compared) for name, choice in choices.items()
-        }
+        probes = {name: self._ranks.probe(choice, swapped[name], name in compared) for name, choice in choices.items()}
         # Without the weights themselves there is no pass in high precision, which other ranks' rows would be part of.
         exact = not any(linear.codes_only for linear in swapped.values())
         wanted = {n: _trained(self._model, swapped[n]) for n in turn if exact and not swapped[n].scheme.latent}
