@@ -118,7 +118,9 @@ class TokenExchange:
 
     def whole(self, t: Tensor, operands: Operands) -> tuple[Tensor, Operands]:
         t, columns = self.group.all_gather_no_grad(t), operands.columns
-        return t, operands if columns is None else Operands(operands.rows, self.regather(columns, len(t)))
+        if isinstance(columns, QuantizedTensor):
+            operands = Operands(operands.rows, self.regather(columns, len(t)))
+        return t, operands
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,9 @@ class ModelParallel:
         kind = self.kind(f"{name}.weight")
         if kind is None:  # all ranks have all of it, and with sequence parallelism tokens of their own
             return ("grad_weight",) if self.sequence and not self.experts_only else ()
-        return {"column": ("grad_input",), "vocab": ("grad_input",), "row": ("output",)}.get(kind, ())
+        if kind == "row":
+            return ("output",)
+        return ("grad_input",) if kind in ("column", "vocab") else ()
 
     def shared_weight(self, name: str) -> SharedWeight | None:
         """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""

@@ -85,7 +85,7 @@ class ModelWeights:
         fixed, quantized.fixed = quantized.fixed, ""
         reassign(model, quantized, schemes)
         quantized.fixed = fixed
-        after = {before[name]: quantized.linear(name) for name in schemes}
+        after: dict[nn.Module, nn.Module] = {before[name]: quantized.linear(name) for name in schemes}
         # A head is a unit of its own.
         self._units = [replace(unit, holder=after.get(unit.holder, unit.holder)) for unit in self._units]
         for keys in (self._weight_keys, self._first_keys):

@@ -85,8 +85,8 @@ def largest_rounded(fmt: OperandFormat) -> float:
 
 
 def tensor_sums(t: Tensor, quantized: QuantizedTensor) -> Tensor:
-    """fp64 [9], SUMS of t [M, K] with codes of its rows. Of a large tensor the amax is that of all rows, the sums are of
-    as many, evenly spread, as have LARGE elements."""
+    """fp64 [9], SUMS of t [M, K] with codes of its rows. Of a large tensor the amax is that of all rows, the sums are
+    of as many, evenly spread, as have LARGE elements."""
     # One reduction over all of t, which may be too large for temporaries in fp32.
     amax = torch.linalg.vector_norm(t, ord=torch.inf, dtype=torch.float32)
     rows = spread(t.shape[0], max(1, LARGE // t.shape[1]), t.device)

@@ -79,7 +79,7 @@ class LinearProbe:
 
     alternatives: schemes to compare with, by name, as they are for this linear. split: the GEMMs of which other
     processes compute other terms of the same elements. weight: gives the weight [N, K] of a linear that has only its
-    codes in memory; it is called in every forward pass, whatever the tensors.
+    codes in memory; it is called as the linear first runs, whatever the tensors.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LinearProbe:
         x_scale, dy_scale = _unrecorded(arguments.x_scale), _unrecorded(arguments.dy_scale)
         if self._give_weight is not None:
             # Here, and not where x is seen: all processes take part, also one that has no rows of x.
-            self._given_weight = self._give_weight()
+            self._given_weight, self._give_weight = self._give_weight(), None
         return arguments._replace(x_scale=x_scale, dy_scale=dy_scale, observe=self._observe)
 
     @torch.no_grad()

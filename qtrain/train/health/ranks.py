@@ -139,7 +139,7 @@ def why_failed(error: Exception) -> str:
     return "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
 
 
-# ---- the layout of what ranks gather, which is the same on all of them ------------------------------------------------
+# ---- the layout of what ranks gather, which is the same on all of them -----------------------------------------------
 
 
 def _schemes(probe: LinearProbe) -> list[SchemeErrors | None]:

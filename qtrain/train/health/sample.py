@@ -5,8 +5,8 @@ the same loss. Both run eagerly, outside of what is compiled or recorded. A run 
 bit: gradients are returned and not accumulated, no random number is drawn from the run's generators, delayed scales
 record nothing, and buffers that a forward pass writes (the load of experts, batch norms) are put back.
 
-With several ranks whose layers are split or gathered, all of them run the passes (`ranks.py`). No pass in high precision
-runs where ranks have codes in place of weights.
+With several ranks whose layers are split or gathered, all of them run the passes (`ranks.py`). Where ranks have codes
+in place of weights, no pass runs in high precision.
 
 What costs time: launches of an eager step, and about 20 for every measured tensor. So a sample takes few tokens, and
 compares other schemes and gradients of some linears only, in turns: gradients of all would take the memory of a step.

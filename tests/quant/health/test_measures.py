@@ -85,7 +85,8 @@ def test_sums_of_parts_are_those_of_the_whole(scale):
     t = matrix(130, 257, 2, "outlier") * scale
     fmt = OperandFormat("int8", "tensorwise")
     whole = quantize_rows(t, fmt, NEAREST, False)
-    parts = [tensor_sums(p, QuantizedTensor(c, whole.scale, fmt)) for p, c in zip(t.split(70), whole.codes.split(70))]
+    pieces = zip(t.split(70), whole.codes.split(70), strict=True)
+    parts = [tensor_sums(piece, QuantizedTensor(codes, whole.scale, fmt)) for piece, codes in pieces]
     assert parts[0][-1] != parts[1][-1]
     assert torch.equal(parts[0][:4] + parts[1][:4], tensor_sums(t, whole)[:4]), "counts are exact"
     torch.testing.assert_close(add_sums(torch.stack(parts)), tensor_sums(t, whole), rtol=1e-5, atol=0)
