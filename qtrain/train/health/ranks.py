@@ -8,9 +8,10 @@ all ranks sample their own micro-batches at once, and rank 0 writes what it has 
     --ep                                  of experts those of all ranks of its group, of other linears its own
     routers                               the load of all ranks' tokens
 
-What the passes depend on is rank 0's choice, so that all ranks come to the same collectives. An error while a rank
-measures ends the samples of all ranks. One of the passes themselves, such as too little memory, ends the run as it does
-in training: the others wait within a collective that this rank cannot take part in, until they miss its heartbeat.
+What the passes depend on is rank 0's choice, so that all ranks come to the same collectives. Before them all ranks
+must have memory for what passes of training take, twice, as the sample runs eagerly. An error while a rank measures
+ends the samples of all ranks. One of the passes themselves ends the run as it does in training: the others wait within
+a collective that this rank cannot take part in, until they miss its heartbeat.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from qtrain.comm.ranks import all_gather, from_rank_0
 from qtrain.comm.wire import sent
 from qtrain.core.errors import first_line
+from qtrain.core.hardware import allocatable_memory
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import LinearChoice, LowBitLinear, QuantizedModel
@@ -35,6 +37,15 @@ from qtrain.quant.tensor_roles import GEMMS, READERS
 from qtrain.train.log.failures import is_out_of_memory
 
 T = TypeVar("T")
+
+NO_MEMORY = "takes more memory than is free"
+
+
+EAGER, GATHERED = 2.0, 0.5
+"""Of the memory of a training step's passes, what a sample takes: for the same tokens, and for any number of them, as
+of weights that are gathered."""
+MEASURES = 3 * 2**29
+"""Bytes for temporaries of measures, a whole weight and the gradients of a turn."""
 
 
 class SampleFailed(Exception):
@@ -57,7 +68,7 @@ class SampleRanks:
     """The ranks that sample a model."""
 
     def __init__(self, model: nn.Module, quantized: QuantizedModel, parallel: DataParallel):
-        self._quantized, self._parallel = quantized, parallel
+        self._model, self._quantized, self._parallel = model, quantized, parallel
         self._parts: ModelParallel | None = getattr(model, "parts", None)
 
     @property
@@ -77,6 +88,22 @@ class SampleRanks:
         split = self._parts.split_gemms(choice.name) if self._parts is not None else ()
         weight = (lambda: self._parallel.whole_weight(linear)) if linear.codes_only else None
         return LinearProbe(choice, linear, others, split, weight)
+
+    def check_memory(self, share: float) -> None:
+        """Raise SampleFailed on all ranks if one has too little memory for passes of this share of a micro-batch's
+        tokens, where they must all come through."""
+        if not self.together:
+            return
+        if not all(all_gather(self._fits(share))):
+            raise SampleFailed(NO_MEMORY)
+
+    def _fits(self, share: float) -> bool:
+        device = next(self._model.parameters()).device
+        if device.type != "cuda":
+            return True
+        # Between steps all else is in memory that a step has: its peak is that of its passes.
+        passes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return allocatable_memory(device) > max(EAGER * share, GATHERED) * passes + MEASURES
 
     @contextmanager
     def passes(self) -> Iterator[None]:
@@ -136,7 +163,7 @@ class SampleRanks:
 
 def why_failed(error: Exception) -> str:
     """The sentence that begins with "a sample"."""
-    return "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
+    return NO_MEMORY if is_out_of_memory(error) else f"failed ({first_line(error)})"
 
 
 # ---- the layout of what ranks gather, which is the same on all of them -----------------------------------------------

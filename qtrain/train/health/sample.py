@@ -61,6 +61,7 @@ class Sampler:
         divided by, which delayed scales of gradients expect. number: of the sample; it says whose turn it is.
         suspects: linears to compare with other schemes in any case. Raises SampleFailed."""
         piece, swapped = piece_of(batch), self._quantized.by_name()
+        self._ranks.check_memory(piece.size / batch.size)
         choices = {choice.name: choice for choice in self._quantized.choices if choice.name in swapped}
         # Sizes of layers that are split may differ from rank to rank.
         turn, small, suspects = self._ranks.agree(

@@ -19,6 +19,7 @@ from qtrain.parallel.mesh import make_mesh
 from qtrain.quant.health import probe
 from qtrain.train.assembly import assemble
 from qtrain.train.health.monitor import HealthMonitor
+from qtrain.train.health.ranks import SampleRanks
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings.exclusions import Options
 from qtrain.train.settings.settings import LanguageSettings
@@ -98,13 +99,17 @@ def train(
 
 
 def _break(what: str) -> None:
-    """This process has too little memory where it measures, or within its passes."""
+    """This process has too little memory, as it sees before, where it measures, or within its passes."""
 
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    owner, name = (probe, "tensor_sums") if what == "measuring" else (probe.LinearProbe, "__call__")
-    pytest.MonkeyPatch().setattr(owner, name, fail)
+    owner, name = {
+        "memory": (SampleRanks, "_fits"),
+        "measuring": (probe, "tensor_sums"),
+        "passes": (probe.LinearProbe, "__call__"),
+    }[what]
+    pytest.MonkeyPatch().setattr(owner, name, fail if what != "memory" else lambda *_: False)
 
 
 def ranks(mode: str, path: Path | None, more: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
@@ -213,10 +218,10 @@ def test_of_experts_numbers_are_those_of_all_ranks(tmp_path, deterministic):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mode", ["tp", "full_shard"])
-def test_where_one_rank_cannot_measure_all_go_on_without_samples(tmp_path, mode):
+@pytest.mark.parametrize(("mode", "breaks"), [("tp", "measuring"), ("full_shard", "measuring"), ("zero2", "memory")])
+def test_where_one_rank_cannot_measure_all_go_on_without_samples(tmp_path, mode, breaks):
     plain = ranks(mode, None, {})
-    assert ranks(mode, tmp_path / "health.jsonl", {}, breaks="measuring") == plain
+    assert ranks(mode, tmp_path / "health.jsonl", {}, breaks=breaks) == plain
     assert {row["step"] for row in read_metrics(tmp_path / "health.jsonl")} == {1}
 
 
