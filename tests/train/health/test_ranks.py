@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from qtrain.comm.ranks import rank
 from qtrain.core.errors import TrainingStopped
 from qtrain.data.batch import Batch
 from qtrain.parallel.mesh import make_mesh
+from qtrain.quant import SCHEMES, LinearChoice, LowBitLinear
 from qtrain.quant.health import probe
+from qtrain.quant.health.probe import LinearProbe
+from qtrain.quant.tensor_roles import GEMMS
 from qtrain.train.assembly import assemble
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.health.ranks import SampleRanks
@@ -27,7 +31,7 @@ from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.processes import PRETRAIN, write_pretraining
-from tests.system import flags, losses, only_run, serving, write_model
+from tests.system import Server, flags, losses, only_run, serving, write_model
 from tests.test_mixture_runs import WIDE
 from tests.worlds import run_ranks
 
@@ -195,6 +199,21 @@ def test_numbers_are_those_of_whole_linears(tmp_path, scheme):
             assert of_parts["gradient"]["cosine"] == pytest.approx(row["gradient"]["cosine"], abs=2e-3)
 
 
+def _summed() -> list[float]:
+    """On two ranks of --tp: terms of a product that partly cancel."""
+    mesh = make_mesh(1, 1, "cpu", 2)
+    linear = LowBitLinear(torch.nn.Linear(8, 8), SCHEMES.make("int8", {}, "--quantize"), torch.zeros(3).long())
+    one = LinearProbe(LinearChoice("o_proj", 8, 8, None, linear.scheme), linear, split=("output",))
+    one.own.terms["output"] = torch.tensor([3.0, 1.0] if mesh.tp_rank == 0 else [-1.0, 1.0]).view(2, 1, 1)
+    found = SampleRanks(linear, SimpleNamespace(), SimpleNamespace(mesh=mesh)).add({"o_proj": one}, {})
+    return found["o_proj"].products[0, GEMMS.index("output")].tolist()
+
+
+def test_terms_of_a_product_are_added_before_its_error_is_taken():
+    """3 - 1 is off by 1 + 1; each rank counts the sum."""
+    assert run_ranks(2, _summed) == [[2.0, 8.0, 8.0]] * 2
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_of_experts_numbers_are_those_of_all_ranks(tmp_path, deterministic):
@@ -260,19 +279,28 @@ def server(tmp_path_factory):
         yield server
 
 
+def run_on_two(server: Server, runs: Path, patch: str = "", **settings: Any) -> Path:
+    """The folder of a run of llm_pretrain.py."""
+    words = flags(**{**PRETRAIN, "quantize": "int8", "export": False, **settings, "runs_dir": runs})
+    done = server.run_ranks(2, "llm_pretrain", words, patches=dict.fromkeys(range(2), patch))
+    assert [outcome.code for outcome in done] == [0, 0], "\n".join(outcome.err for outcome in done)
+    assert done[1].out == ""
+    return only_run(runs)
+
+
+@pytest.mark.sweep
+def test_a_sample_does_not_run_the_optimizer_in_its_backward_pass(server, tmp_path):
+    settings = {"optimizer_in_backward": True, "clip_grad_norm": 0, "deterministic": False, "batch_size": 2}
+    off, on = (run_on_two(server, tmp_path / f"{n}", health=n, **settings, **RUNS["full_shard"]) for n in (0, 1))
+    assert losses(off) == losses(on) and (on / "health.jsonl").exists()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", RUNS)
 def test_a_resumed_run_goes_on_with_the_moved_linear(server, tmp_path, mode):
-    def run(name: str, **more: Any) -> Path:
-        base = {"quantize": "int8", "n_steps": 6, "health": 2, "health_fallback": 2, "export": False, **RUNS[mode]}
-        words = flags(**{**PRETRAIN, **base, "runs_dir": tmp_path / name, **more})
-        done = server.run_ranks(2, "llm_pretrain", words, patches=dict.fromkeys(range(2), FAULT))
-        assert [outcome.code for outcome in done] == [0, 0], "\n".join(outcome.err for outcome in done)
-        assert done[1].out == ""
-        return only_run(tmp_path / name)
-
-    whole = run("whole")
+    settings = {"n_steps": 6, "health": 2, "health_fallback": 2, **RUNS[mode]}
+    whole = run_on_two(server, tmp_path / "whole", FAULT, **settings)
     assert '"moved_to": "fp8_rowwise"' in (whole / "health.jsonl").read_text()
-    again = run("again", resume=whole / "checkpoints/00000004")
+    again = run_on_two(server, tmp_path / "again", FAULT, **settings, resume=whole / "checkpoints/00000004")
     assert losses(again) == losses(whole)
     assert (again / "health.jsonl").read_text() == (whole / "health.jsonl").read_text()
