@@ -27,6 +27,7 @@ from qtrain.comm.ranks import all_gather, from_rank_0
 from qtrain.comm.wire import sent
 from qtrain.core.errors import first_line
 from qtrain.core.hardware import allocatable_memory
+from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import LinearChoice, LowBitLinear, QuantizedModel
@@ -69,7 +70,8 @@ class SampleRanks:
 
     def __init__(self, model: nn.Module, quantized: QuantizedModel, parallel: DataParallel):
         self._model, self._quantized, self._parallel = model, quantized, parallel
-        self._parts: ModelParallel | None = getattr(model, "parts", None)
+        parts = model.parts if isinstance(model, Decoder) else None
+        self._parts = parts if isinstance(parts, ModelParallel) else None
 
     @property
     def together(self) -> bool:
