@@ -10,6 +10,7 @@ import torch
 from qtrain.models.native.router import Router
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.schemes.fp8_rowwise import Fp8Rowwise
+from qtrain.tensors.lazy import is_lazy, materialize
 from qtrain.tensors.quantized_tensor import OperandFormat
 from qtrain.train.assembly import assemble
 
@@ -26,7 +27,8 @@ def changed_model(change: Callable[[Any], None]) -> Iterator[None]:
         built = build(prepared)
         with torch.no_grad():
             change(built[0])
-        built[1].refresh_weights()
+        if not any(is_lazy(p) for p in built[0].parameters()):  # else codes are made where the weights are sharded
+            built[1].refresh_weights()
         return built
 
     with patch.object(assemble, "build_quantized", changed):
@@ -43,6 +45,7 @@ def outlier_channel(
         for layer in model.layers if layers is None else [model.layers[i] for i in layers]:
             for norm in norms:
                 weight = layer.get_submodule(READERS[norm]).weight
+                materialize(weight)
                 mask = (torch.arange(weight.shape[1], device=weight.device) != 5).to(weight.dtype)
                 getattr(layer, norm).register_forward_hook(lambda _, inputs, x, mask=mask: x * mask + size * (1 - mask))
                 weight.mul_(mask)

@@ -40,7 +40,7 @@ from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
-from qtrain.train.assembly.prepare import prepare
+from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
@@ -107,16 +107,21 @@ MESHES = ("1x1", "1x2", "2x1", "1x3", "1x4", "2x2")
 
 def assembled(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh) -> Run:
     """The run that llm_pretrain.py makes of these settings, on `mesh`, for a model with this config."""
+    prepared = prepared_on(settings, config, mesh)
+    return assemble(prepared, *build_quantized(prepared))
+
+
+def prepared_on(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh) -> Prepared:
+    """What `assembled` builds."""
     checked = check_settings(settings, "mesh_equality")
     # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
     checked = replace(checked, mesh=mesh, settings=replace(checked.settings, gpu="h200"))
     source = ModelSource("small", dict(config), "--model")
     model_config, parts = source.model_config(), None
-    if mesh.expert_mesh is not None:
-        parts = ModelParallel(model_config, mesh.expert_mesh.tp_group, experts_only=True)
+    if mesh.model_group is not None:
+        parts = ModelParallel(model_config, mesh.model_group, experts_only=mesh.expert_mesh is not None)
     architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts)
-    prepared = prepare(checked, architecture, data=())
-    return assemble(prepared, *build_quantized(prepared))
+    return prepare(checked, architecture, data=())
 
 
 def train(

@@ -61,7 +61,6 @@ CASES: dict[str, int] = {
     "tests/test_many_processes.py::test_ranks_skip_and_rewind_alike": 0,
     "tests/train/plan/test_fit.py::test_the_choice_is_the_fastest_of_those_that_fit": 0,
     "tests/test_examples.py::test_other_trainers_learn": 0,
-    "tests/train/health/test_ranks.py::test_ranks_train_as_without_samples": 0,
     "tests/train/health/test_samples.py::test_samples_are_further_apart_where_they_would_take_too_long": 2,
     "tests/train/test_spikes.py::test_a_clean_run_is_the_same_with_and_without": 0,
     "tests/train/test_spikes.py::test_a_run_that_has_gone_back_too_often_stops": 0,
@@ -321,7 +320,6 @@ CASES: dict[str, int] = {
     "tests/train/health/test_faults.py::test_a_collapsed_router_is_named": 0,
     "tests/train/health/test_faults.py::test_a_fallback_is_taken_back_by_overrides": 0,
     "tests/train/health/test_faults.py::test_a_run_without_a_fault_warns_of_nothing": 0,
-    "tests/train/health/test_ranks.py::test_where_no_rank_has_whole_layers_a_line_says_so": 0,
     "tests/models/generation/test_engine.py::test_greedy_tokens_are_those_of_transformers": 2,
     "tests/commands/test_generate_mistakes.py::test_it_is_one_line_before_a_model_is_loaded": 16,
 }

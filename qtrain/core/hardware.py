@@ -262,6 +262,16 @@ def limit_allocator(device: torch.device, limit: int) -> None:
     torch.cuda.set_per_process_memory_fraction((limit - CUDA_OUTSIDE) / total, device)
 
 
+def allocatable_memory(device: torch.device) -> int:
+    """Bytes that PyTorch's allocator can still give out on a GPU: free ones, within its limit, and those that it keeps
+    cached. The pools of CUDA graphs do not count."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total) - torch.cuda.memory_reserved(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    own = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and tuple(s["segment_pool_id"]) == (0, 0)]
+    return max(0, min(free, limit)) + sum(s["total_size"] - s["allocated_size"] for s in own)
+
+
 def host_memory() -> int | None:
     """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is lower. None where the
     system does not tell."""

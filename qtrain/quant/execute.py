@@ -56,6 +56,9 @@ class Exchange(Protocol):
     def reduce_dx(self, dx: Tensor) -> Tensor:
         """The gradient of this process's rows of x, from a term of that of all rows."""
 
+    def whole(self, t: Tensor, operands: Operands) -> tuple[Tensor, Operands]:
+        """For a health sample: what products read, from the rows and the operands of this process."""
+
 
 class OperandRequest(NamedTuple):
     """Which operands of which tensor are wanted, in which scheme."""
@@ -99,7 +102,8 @@ def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
         return _quantize_operands(t, request)
     t = in_memory(t)
     operands = _quantize_operands(t, request)
-    request.observe(request, t, operands)
+    whole = request.exchange.whole(t, operands) if request.exchange is not None and request.exchanges else (t, operands)
+    request.observe(request, *whole)
     return operands
 
 

@@ -124,6 +124,8 @@ class LowBitLinear(nn.Module):
         """Left by the optimizer: of the weight, or of this process's rows of it with codes_only."""
         self.probe: Callable[[LinearArguments], LinearArguments] | None = None
         """What a health sample makes of the arguments of this linear (`health/probe.py`); None: it runs as it is."""
+        self.in_high_precision = False
+        """Whether the probe has it multiply the weight itself."""
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)

@@ -1,6 +1,6 @@
 """The tensors of a linear, x, w and dy: which GEMMs read each of them, and what is asked and told of their operands."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -10,6 +10,8 @@ from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three GEMMs of a linear (`scheme.py`)."""
+
+GEMMS: tuple[Gemm, ...] = get_args(Gemm)
 
 FormatPair = tuple[OperandFormat | MaybeNone, OperandFormat | MaybeNone]
 """The formats of two operands; None: high precision, or not needed."""

@@ -57,6 +57,22 @@ def test_the_software_of_a_device_that_is_here(module, tmp_path, monkeypatch):
     assert hardware.describe_software(CPU).startswith(f"torch {torch.__version__}")
 
 
+def test_what_the_allocator_can_still_give_out(monkeypatch):
+    """8 bytes are free, of which its limit leaves 5; 20 + 7 are cached, and 40 belong to graphs or to another GPU."""
+    segments = [
+        {"device": d, "total_size": n, "allocated_size": used, "segment_pool_id": pool}
+        for d, n, used, pool in [(0, 30, 10, (0, 0)), (0, 7, 0, (0, 0)), (0, 40, 0, (0, 1)), (1, 40, 0, (0, 0))]
+    ]
+    for name, value in {
+        "mem_get_info": (8, 100),
+        "get_per_process_memory_fraction": 0.82,
+        "memory_reserved": 77,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert hardware.allocatable_memory(GPU) == 5 + 20 + 7
+
+
 class BusyMachine:
     """A clock that products move on: at 0.1 TFLOP/s, twenty times slower during the first 0.1 s."""
 

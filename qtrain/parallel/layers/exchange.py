@@ -116,6 +116,12 @@ class TokenExchange:
     def reduce_dx(self, dx: Tensor) -> Tensor:
         return self.group.reduce_scatter_no_grad(dx)
 
+    def whole(self, t: Tensor, operands: Operands) -> tuple[Tensor, Operands]:
+        t, columns = self.group.all_gather_no_grad(t), operands.columns
+        if isinstance(columns, QuantizedTensor):
+            operands = Operands(operands.rows, self.regather(columns, len(t)))
+        return t, operands
+
 
 @dataclass(frozen=True)
 class ScaleExchange:
@@ -141,6 +147,9 @@ class ScaleExchange:
     def reduce_dx(self, dx: Tensor) -> Tensor:
         return dx
 
+    def whole(self, t: Tensor, operands: Operands) -> tuple[Tensor, Operands]:
+        return t, operands
+
 
 def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: RankGroup) -> Operands:
     """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
@@ -151,6 +160,14 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
     # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
     rows = _routed_rows(TokenExchange(group).quantize(x, request).codes, groups)
+    operands = _routed_operands(rows, scheme, needs)
+    if linear.observe is not None:  # looks at the values too
+        tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
+        linear.observe(linear.request("x", needs), tokens, operands)
+    return operands
+
+
+def _routed_operands(rows: QuantizedTensor, scheme: LowBitScheme, needs: NeedsOperand) -> Operands:
     _, columns = scheme.formats_of("x", needs)
     if columns is None:
         return Operands(rows, None)

@@ -45,6 +45,7 @@ from qtrain.parallel.layers.tensor_parallel import (
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.quantized_model import SharedWeight
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.partition import Partition
 
 Kind = Literal["column", "row", "vocab", "heads", "expert"]
@@ -131,6 +132,16 @@ class ModelParallel:
         if self.experts_only or self.partition(name) is not None:  # a split parameter's gradient is this rank's alone
             return False
         return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
+
+    def split_gemms(self, name: str) -> tuple[Gemm, ...]:
+        """The GEMMs of the linear `name` that sum over a dimension which is split: each rank computes a term of the
+        same product."""
+        kind = self.kind(f"{name}.weight")
+        if kind is None:  # all ranks have all of it, and with sequence parallelism tokens of their own
+            return ("grad_weight",) if self.sequence and not self.experts_only else ()
+        if kind == "row":
+            return ("output",)
+        return ("grad_input",) if kind in ("column", "vocab") else ()
 
     def shared_weight(self, name: str) -> SharedWeight | None:
         """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""

@@ -58,6 +58,7 @@ class ResidualStream:
     def exchange(self, linear: nn.Module, x: Tensor, info: SequenceInfo) -> TokenExchange | None:
         """If `linear` itself takes the ranks' tokens and gathers them as codes; else None."""
         codes = info.sharded and isinstance(linear, LowBitLinear) and gathers_codes(linear.scheme)
+        codes = codes and not linear.in_high_precision
         return TokenExchange(self.group) if codes and x.shape[0] % 2 == 0 else None  # two 4-bit codes share a byte
 
 

@@ -7,8 +7,9 @@ losses, gradients and weights are those of one rank, bit for bit.
 After the optimizer's step every rank gathers the updated weights (`model_weights.py`).
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +21,14 @@ from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
-from qtrain.parallel.sharding.full_shard import Unit
+from qtrain.parallel.sharding.full_shard import FullShard, Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
-from qtrain.quant import QuantizedModel
+from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
@@ -149,9 +150,12 @@ class DataParallel:
             units=units,
             reduce=lambda unit: self.after_unit(unit),
         )
-        self._full_shard = self._weights.full_shard
         if units or any(s.master is not s.parameter for s in self.parameters):
             quantized.fixed = "weights, or codes of them, are gathered from the ranks' masters or from host memory"
+
+    @property
+    def _full_shard(self) -> FullShard | None:
+        return self._weights.full_shard
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
@@ -201,6 +205,16 @@ class DataParallel:
         """A forward or backward pass has failed and will be run again."""
         if self._full_shard is not None:
             self._full_shard.free()
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Passes inside, of all data ranks, leave no gradients: those of fully sharded units are not reduced."""
+        after_unit, self.after_unit = self.after_unit, lambda unit: None
+        try:
+            yield
+        finally:
+            self.after_unit = after_unit
+            self.abort_micro_batch()
 
     def reduce_group(self, index: int) -> None:
         """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
@@ -299,10 +313,22 @@ class DataParallel:
         if self._full_shard is not None:
             self._full_shard.gather(indices)
 
+    def whole_weight(self, linear: LowBitLinear) -> Tensor:
+        """The weight [N, K] of a linear that keeps codes only, in new memory; all data ranks call it."""
+        return self._weights.whole(linear.weight)
+
     @property
     def kept_codes(self) -> list[Tensor]:
         """This rank's codes of fully sharded blocks, which are gathered when those run."""
         return self._weights.kept_codes
+
+    def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+        """`quant.reassign` between steps, on all ranks: weights and codes are gathered as of a run that begins with the
+        new map."""
+        if self._quantized.fixed and schemes:
+            self._weights.reassign(model, schemes)
+        else:
+            reassign(model, self._quantized, schemes)
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""

@@ -6,7 +6,8 @@ they run. On one process they are copied from host memory then.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
-from qtrain.quant import LowBitLinear, QuantizedModel
+from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.tensors.lazy import plain_tensors
@@ -42,28 +43,68 @@ class ModelWeights:
         units: Sequence[Unit] = (),
         reduce: Callable[[int], None] = lambda index: None,
     ):
-        self._quantized = quantized
+        self._quantized, self._mesh = quantized, mesh
         self._parameters = [s for s in parameters if s.master is not s.parameter]
-        self._frozen = list(frozen)
-        self._linear_of = {} if mesh.shard == 1 and not units else _linears_by_weight(quantized, model)
+        self._trained, self._frozen = list(parameters), list(frozen)
+        self._keeps_full, self._units, self._reduce = keep_full_weights, list(units), reduce
+        # Frozen weights are quantized whenever their block is gathered: always with the bits of the first time.
+        self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
+        self._build(model)
+        if mesh.shard > 1 or units:
+            self._quantize_outside()
+
+    def _build(self, model: nn.Module) -> None:
+        """Decide what is kept of each weight, in the schemes that its linear runs in now."""
+        units, mesh = self._units, self._mesh
+        self._linear_of = {} if mesh.shard == 1 and not units else _linears_by_weight(self._quantized, model)
         self._codes: list[ShardedCodes] = []
         self._in_blocks: set[int] = set()
         self.full_shard: FullShard | None = None
         """The blocks; None without full sharding."""
-        if not keep_full_weights:
+        if not self._keeps_full:
             self._drop_full_weights()
-        if units:
-            shared = shared_weights(model)
-            # Frozen weights are quantized whenever their block is gathered: always with the bits of the first time.
-            self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
-            sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
-            # Codes before the blocks are freed: the first forward pass gathers them.
-            update_codes([weight for weight in self._codes if weight.keeps])
-            device = next(model.parameters()).device
-            # On one process what is done with gradients need not be in the order of the gathers, as collectives must.
-            self.full_shard = FullShard(sharded, device, reduce, reduces_apart=mesh.shard == 1)
-        if mesh.shard > 1 or units:
-            self._quantize_outside()
+        if not units:
+            return
+        shared = shared_weights(model)
+        sharded = [self._sharded_block(unit, shared) for unit in units]
+        # Codes before the blocks are freed: the first forward pass gathers them.
+        update_codes([weight for weight in self._codes if weight.keeps])
+        device = next(model.parameters()).device
+        # On one process what is done with gradients need not be in the order of the gathers, as collectives must.
+        self.full_shard = FullShard(sharded, device, self._reduce, reduces_apart=mesh.shard == 1)
+
+    def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+        """`quant.reassign` between steps; all ranks call it."""
+        quantized = self._quantized
+        before = {name: quantized.linear(name) for name in schemes}
+        if self.full_shard is not None:
+            self.full_shard.free()
+            self.full_shard.remove()
+        for linear in before.values():
+            self._bring(linear)
+        fixed, quantized.fixed = quantized.fixed, ""
+        reassign(model, quantized, schemes)
+        quantized.fixed = fixed
+        after: dict[nn.Module, nn.Module] = {before[name]: quantized.linear(name) for name in schemes}
+        # A head is a unit of its own.
+        self._units = [replace(unit, holder=after.get(unit.holder, unit.holder)) for unit in self._units]
+        for keys in (self._weight_keys, self._first_keys):
+            keys[:, 2] = quantized.keys[:, 2]  # the numbers of linears
+        self._build(model)
+        self._gather_codes()
+        for linear in after.values():
+            if isinstance(linear, LowBitLinear):
+                quantized.ask_amax(linear)
+
+    def _bring(self, linear: LowBitLinear | nn.Linear) -> None:
+        """Give a linear its weight in memory of its own, if it has none, as its codes are made anew."""
+        weight = linear.weight
+        dropped = isinstance(linear, LowBitLinear) and linear.codes_only
+        if isinstance(weight.data, StoredWeight) or not (dropped or id(weight) in self._in_blocks):
+            return
+        weight.data = self.whole(weight)
+        if isinstance(linear, LowBitLinear):
+            linear.codes_only = linear.gathered = False
 
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
@@ -77,6 +118,13 @@ class ModelWeights:
     def _quantize_outside(self) -> None:
         """Compute the codes of linears that are in no block, which the swap has left without memory; with full sharding
         a head with the embedding's weight, experts that no other rank has."""
+        self._gather_codes()
+        for linear in self._quantized.linears:
+            if not linear.gathered:
+                linear.refresh()
+
+    def _gather_codes(self) -> None:
+        """Those of linears that are in no block and keep codes only."""
         outside = [linear for linear in self._quantized.linears if not linear.gathered]
         for linear in outside:
             linear.weight_codes.allocate()
@@ -85,10 +133,8 @@ class ModelWeights:
         known = {id(weight.linear) for weight in as_codes}  # whose codes have come from all ranks
         missing = {id(linear.weight) for linear in outside if linear.codes_only and id(linear) not in known}
         self._gather_masters((s for s in self._parameters if id(s.parameter) in missing), self._receive)
-        for linear in outside:
-            linear.refresh()
 
-    def _sharded_block(self, unit: Unit, shared: set[int], trained: Sequence[Sharded]) -> ShardedBlock:
+    def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
         unit_parameters = {id(p): p for p in unit.holder.parameters()}
         ids = {number for number, p in unit_parameters.items() if p.ndim > 1} - shared
@@ -111,7 +157,9 @@ class ModelWeights:
         masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         gather = functools.partial(self._gather_block, [*codes.values()], masters)
-        return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in unit_parameters])
+        return ShardedBlock(
+            unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
+        )
 
     def _gathered(self, sharded: Sharded) -> GatheredMaster:
         linear = self._linear_of.get(id(sharded.parameter))
@@ -161,6 +209,13 @@ class ModelWeights:
                 own.copy_(gathered)
         if linear is not None and linear.gathered:
             linear.refresh(sharded.parameter)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The value of a parameter that is not in memory, in new memory."""
+        found: list[Tensor] = []
+        sharded = next(s for s in self._parameters + self._frozen if s.parameter is parameter)
+        self._gather_masters([sharded], lambda _, tensors: found.extend(tensors))
+        return found[0]
 
     def restore(self) -> None:
         """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on the first

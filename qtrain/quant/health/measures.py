@@ -1,6 +1,7 @@
 """How far codes are from the tensor that they stand for, and products of codes from the products of the tensors.
 
-All in fp32 on the tensor's device; results are 0-dimensional tensors there, so that a sample is read back at once.
+All in fp32 on the tensor's device. What is read back is sums in fp64, of which measures follow: sums of the parts of a
+tensor add up to those of all of it.
 
 - saturated: share of elements beyond the largest code of their scale by more than half of its last step. An element
   that is rounded to the largest code is not saturated.
@@ -9,7 +10,7 @@ All in fp32 on the tensor's device; results are 0-dimensional tensors there, so 
 - amax; crest: amax / root mean square.
 - error: Frobenius norm of the difference over that of the tensor.
 
-Norms are computed of tensors divided by their amax: squares of small gradients would underflow.
+Squares are summed of tensors divided by their amax: those of small gradients would underflow in fp32.
 """
 
 import math
@@ -22,7 +23,10 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, unpack
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 NAMES = ("saturated", "flushed", "flushed_sum", "amax", "crest", "error")
-"""The measures of a tensor, in the order of `tensor_measures`."""
+"""The measures of a tensor, in the order of `measures`."""
+
+SUMS = ("elements", "saturated", "nonzero", "flushed", "magnitude", "flushed_magnitude", "squares", "error", "amax")
+"""What `tensor_sums` has of a tensor: four counts, two sums of magnitudes, two of squares, and no sum but a maximum."""
 
 SAMPLE = 64
 """Rows and columns of a product that its error is computed on; the dimension that it sums over is whole."""
@@ -31,6 +35,8 @@ LARGE = 2**23
 """Elements of a tensor that are measured at most: temporaries in fp32 are then a few hundred MiB."""
 
 _TINY = torch.finfo(torch.float32).tiny
+_LEAST = 1e-300
+"""Of norms that are divided by, in fp64."""
 
 
 class CodeValues(NamedTuple):
@@ -78,10 +84,9 @@ def largest_rounded(fmt: OperandFormat) -> float:
     return info.max + step / 2
 
 
-def tensor_measures(t: Tensor, quantized: QuantizedTensor) -> Tensor:
-    """fp32 [6], NAMES of t [M, K] with codes of its rows. Of zeros all are 0; where t is not finite, what cannot be
-    said is NaN. Of a large tensor the amax is that of all rows, the rest of as many, evenly spread, as have LARGE
-    elements."""
+def tensor_sums(t: Tensor, quantized: QuantizedTensor) -> Tensor:
+    """fp64 [9], SUMS of t [M, K] with codes of its rows. Of a large tensor the amax is that of all rows, the sums are
+    of as many, evenly spread, as have LARGE elements."""
     # One reduction over all of t, which may be too large for temporaries in fp32.
     amax = torch.linalg.vector_norm(t, ord=torch.inf, dtype=torch.float32)
     rows = spread(t.shape[0], max(1, LARGE // t.shape[1]), t.device)
@@ -90,24 +95,44 @@ def tensor_measures(t: Tensor, quantized: QuantizedTensor) -> Tensor:
     magnitude = t.abs()
     # A tensor of zeros is divided by the least normal number, not by 0.
     unit = amax.clamp(min=_TINY)
-    values = codes.values
-    relative, error = t / unit, (values - t) / unit
+    relative, error = magnitude / unit, (codes.values - t) / unit
     limit = largest_rounded(quantized.format) * codes.scale  # broadcasts with [rows, K]
     zeros = (codes.codes == 0) & (t != 0)
-    nonzero, total = (t != 0).sum().clamp(min=1), (magnitude / unit).sum().clamp(min=_TINY)
-    norm = relative.square().sum().sqrt()
+    elements = torch.full((), t.numel(), device=t.device)
+    counts = torch.stack([elements, (magnitude > limit).sum(), (t != 0).sum(), zeros.sum()]).double()
+    sums = [relative.sum(), torch.where(zeros, relative, 0.0).sum(), relative.square().sum(), error.square().sum()]
+    unit = unit.double()
+    scaled = torch.stack(sums).double() * torch.stack([unit, unit, unit.square(), unit.square()])
+    return torch.cat([counts, scaled, amax.double().view(1)])
+
+
+def add_sums(parts: Tensor) -> Tensor:
+    """[..., 9]: SUMS of a tensor of those of its parts, [parts, ..., 9]; of copies of one tensor `measures` are its."""
+    return torch.cat([parts[..., :-1].sum(0), parts[..., -1:].amax(0)], dim=-1)
+
+
+def measures(sums: Tensor) -> Tensor:
+    """fp64 [..., 6], NAMES of SUMS [..., 9]. Of zeros all are 0; where a tensor is not finite, what cannot be said is
+    NaN."""
+    elements, saturated, nonzero, flushed, magnitude, flushed_magnitude, squares, error, amax = sums.unbind(-1)
+    norm = squares.sqrt().clamp(min=_LEAST)
     return torch.stack(
         [
             # One entry for each of NAMES, in that order.
-            (magnitude > limit).sum() / t.numel(),
-            zeros.sum() / nonzero,
-            torch.where(zeros, magnitude / unit, 0.0).sum() / total,
+            saturated / elements,
+            flushed / nonzero.clamp(min=1),
+            flushed_magnitude / magnitude.clamp(min=_LEAST),
             amax,
-            # amax / rms = sqrt(n) / norm, as `relative` is divided by amax already.
-            torch.where(amax == 0, 0.0, (t.numel() ** 0.5) / norm.clamp(min=_TINY)),
-            error.square().sum().sqrt() / norm.clamp(min=_TINY),
-        ]
+            torch.where(amax == 0, 0.0, amax * elements.sqrt() / norm),
+            error.sqrt() / norm,
+        ],
+        dim=-1,
     )
+
+
+def tensor_measures(t: Tensor, quantized: QuantizedTensor) -> Tensor:
+    """fp64 [6], NAMES of t [M, K] with codes of its rows."""
+    return measures(tensor_sums(t, quantized))
 
 
 def spread(count: int, wanted: int, device: torch.device) -> Tensor:
@@ -117,20 +142,36 @@ def spread(count: int, wanted: int, device: torch.device) -> Tensor:
     return torch.linspace(0, count - 1, wanted, device=device, dtype=torch.float64).round().long()
 
 
-def product_error(a: Tensor, b: Tensor, a_read: Tensor, b_read: Tensor) -> Tensor:
-    """Relative error of a_read · b_readᵀ, what a GEMM reads of the rows a [n, K] and b [m, K], in the Frobenius norm of
-    a · bᵀ. Sums are fp32: it is the error of the codes, without that of the accumulator. 0 of zeros."""
-    exact = a.float() @ b.float().t()  # [n, m]
-    unit = exact.abs().max().clamp(min=_TINY)
-    error = (a_read.float() @ b_read.float().t() - exact) / unit
-    return error.square().sum().sqrt() / (exact / unit).square().sum().sqrt().clamp(min=_TINY)
+def product_terms(a: Tensor, b: Tensor, a_read: Tensor, b_read: Tensor) -> Tensor:
+    """fp32 [2, n, m]: a · bᵀ of rows a [n, K] and b [m, K], and what a_read · b_readᵀ, which a GEMM reads of them, is
+    off. Sums are fp32: it is the error of the codes, without that of the accumulator."""
+    exact = a.float() @ b.float().t()
+    return torch.stack([exact, a_read.float() @ b_read.float().t() - exact])
 
 
-def direction(low_bit: Tensor, exact: Tensor) -> Tensor:
-    """fp32 [2]: the cosine of two gradients of one shape, and the ratio of their norms. NaN of zeros."""
+def product_squares(terms: Tensor) -> Tensor:
+    """fp64 [2]: the sums of squares of `product_terms`."""
+    unit = terms.abs().amax().clamp(min=_TINY)
+    return (terms / unit).square().sum(dim=(1, 2)).double() * unit.double().square()
+
+
+def product_error(squares: Tensor) -> Tensor:
+    """Of `product_squares` [..., 2], the relative error in the Frobenius norm, [...]. 0 of zeros."""
+    exact, error = squares.unbind(-1)
+    return error.sqrt() / exact.sqrt().clamp(min=_LEAST)
+
+
+def direction_sums(low_bit: Tensor, exact: Tensor) -> Tensor:
+    """fp64 [3]: a · b, a · a and b · b of two gradients of one shape."""
     a, b = low_bit.float().flatten(), exact.float().flatten()
     a_unit, b_unit = (t.abs().max().clamp(min=_TINY) for t in (a, b))
     a, b = a / a_unit, b / b_unit
-    a_norm, b_norm = a.norm(), b.norm()
-    # Each was divided by its own amax; the ratio of norms takes that back.
-    return torch.stack([a @ b / (a_norm * b_norm), a_norm * a_unit / (b_norm * b_unit)])
+    a_unit, b_unit = a_unit.double(), b_unit.double()
+    units = torch.stack([a_unit * b_unit, a_unit.square(), b_unit.square()])
+    return torch.stack([a @ b, a @ a, b @ b]).double() * units
+
+
+def direction(sums: Tensor) -> Tensor:
+    """fp64 [..., 2]: of `direction_sums` [..., 3] the cosine, and the ratio of the norms. NaN of zeros."""
+    product, a, b = sums.unbind(-1)
+    return torch.stack([product / (a.sqrt() * b.sqrt()), a.sqrt() / b.sqrt()], dim=-1)

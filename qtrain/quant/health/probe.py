@@ -6,9 +6,13 @@ changes nothing: delayed scales are read and no absmax is recorded.
 
 Where activations are recomputed a tensor is seen twice, and where a module runs in chunks of tokens several times: the
 first sight counts. Of experts, products are sampled from the rows of the expert that has the most.
+
+Several processes may share a linear or its weight: what a probe has is sums, which add up over the parts of a tensor,
+and terms of products that sum over a dimension which is split. An error of a probe is kept, not raised: the layers go
+on, for other processes may wait for theirs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,7 +24,16 @@ from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.arguments import LinearArguments
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.execute import OperandRequest, quantize_operands
-from qtrain.quant.health.measures import SAMPLE, code_values, product_error, spread, tensor_measures
+from qtrain.quant.health.measures import (
+    SAMPLE,
+    code_values,
+    measures,
+    product_error,
+    product_squares,
+    product_terms,
+    spread,
+    tensor_sums,
+)
 from qtrain.quant.high_precision import HIGH_PRECISION
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
@@ -37,10 +50,12 @@ class SchemeErrors:
 
     def __init__(self, scheme: LowBitScheme):
         self.scheme = scheme
-        self.tensors: dict[TensorName, Tensor] = {}
-        """fp32 [6] (`measures.NAMES`) of x, w and dy as the GEMM reads them that reads their rows."""
-        self.products: dict[Gemm, Tensor] = {}
-        """fp32, the error of each product on a sample of its elements."""
+        self.sums: dict[TensorName, Tensor] = {}
+        """fp64 [9] (`measures.SUMS`) of x, w and dy as the GEMM reads them that reads their rows."""
+        self.squares: dict[Gemm, Tensor] = {}
+        """fp64 [2] (`measures.product_squares`) of each product on a sample of its elements."""
+        self.terms: dict[Gemm, Tensor] = {}
+        """fp32 [2, 64, 64] (`measures.product_terms`) of the products that have terms on other processes too."""
         self.w_rows: Tensor | MaybeNone = None
         """fp32 [64, K], the sampled rows of the weight as `output` reads them."""
         self.w_columns: Tensor | MaybeNone = None
@@ -48,34 +63,75 @@ class SchemeErrors:
         self.x_columns: Tensor | MaybeNone = None
         """fp32 [64, rows], sampled columns of x as `grad_weight` reads them."""
 
+    @property
+    def tensors(self) -> dict[TensorName, Tensor]:
+        """fp64 [6] (`measures.NAMES`)."""
+        return {name: measures(sums) for name, sums in self.sums.items()}
+
+    @property
+    def products(self) -> dict[Gemm, Tensor]:
+        """fp64, the error of each product."""
+        return {gemm: product_error(squares) for gemm, squares in self.squares.items()}
+
 
 class LinearProbe:
     """The probe of one linear, for one forward and backward pass.
 
-    alternatives: schemes to compare with, by name, as they are for this linear.
+    alternatives: schemes to compare with, by name, as they are for this linear. split: the GEMMs of which other
+    processes compute other terms of the same elements. weight: gives the weight [N, K] of a linear that has only its
+    codes in memory; it is called as the linear first runs, whatever the tensors.
     """
 
-    def __init__(self, choice: LinearChoice, linear: LowBitLinear, alternatives: dict[str, LowBitScheme] | None = None):
+    def __init__(
+        self,
+        choice: LinearChoice,
+        linear: LowBitLinear,
+        alternatives: dict[str, LowBitScheme] | None = None,
+        split: Collection[Gemm] = (),
+        weight: Callable[[], Tensor] | None = None,
+    ):
         self.choice, self.linear = choice, linear
+        self._split, self._give_weight = split, weight
+        self.error: Exception | None = None
+        """What ended the measuring."""
+        self.expert_rows = 0
+        """Of experts, the rows of the one that products are sampled from."""
         self.own = SchemeErrors(linear.scheme)
+        self.compared = alternatives is not None
         self.what_if = {name: SchemeErrors(scheme) for name, scheme in (alternatives or {}).items()}
         self._sample: _Sample | MaybeNone = None
         self._saw_dy = False
+        self._given_weight: Tensor | MaybeNone = None
+        self._w_columns: Tensor | MaybeNone = None
+        """[64, N], the exact values of `SchemeErrors.w_columns`."""
         self._x_columns: Tensor | MaybeNone = None
         """[64, rows], the exact values of `SchemeErrors.x_columns`."""
 
     def __call__(self, arguments: LinearArguments) -> LinearArguments:
         """The arguments of a pass that is measured."""
         x_scale, dy_scale = _unrecorded(arguments.x_scale), _unrecorded(arguments.dy_scale)
+        if self._give_weight is not None:
+            # Here, and not where x is seen: all processes take part, also one that has no rows of x.
+            self._given_weight, self._give_weight = self._give_weight(), None
         return arguments._replace(x_scale=x_scale, dy_scale=dy_scale, observe=self._observe)
 
     @torch.no_grad()
     def _observe(self, request: OperandRequest, t: Tensor, operands: Operands) -> None:
-        if not t.numel():
-            return
+        if self.error is None and t.numel():
+            try:
+                self._see(request, t, operands)
+            except Exception as error:  # such as too little memory
+                self.error = error.with_traceback(None)  # its frames hold tensors
+        if request.name == "x":
+            self._given_weight = None
+
+    def _see(self, request: OperandRequest, t: Tensor, operands: Operands) -> None:
         if request.name == "x":
             if self._sample is None:
-                self._sample = self._choose_rows(request, t)
+                sample = self._choose_rows(request, t)
+                if not sample.rows.numel():  # no expert has any
+                    return
+                self._sample = sample
                 self._see_weight()
                 self._see_rows(request, t, operands, "output")
                 self._forget("w_rows")
@@ -89,7 +145,7 @@ class LinearProbe:
             if request.needs.columns and self._x_columns is not None:
                 self._see_gradient(request, t, operands)
             self._forget("w_columns", "x_columns")
-            self._x_columns = None  # as long as the activations
+            self._w_columns = self._x_columns = None  # the latter are as long as the activations
 
     # ---- tensors and products ----------------------------------------------------------------------------------------
 
@@ -104,21 +160,25 @@ class LinearProbe:
 
     def _see_rows(self, request: OperandRequest, t: Tensor, operands: Operands, gemm: Gemm) -> None:
         """x [M, K] in `output`, or dy [M, N] in `grad_input`: the tensor, and its product with the weight."""
-        weight, rows = self._weight, self._sample.rows
-        exact = None
-        if weight is not None and request.needs.rows:
+        rows, exact = self._sample.rows, None
+        if request.needs.rows and self._w_columns is not None:
             if gemm == "output":
-                exact = weight[self._weight_rows()]
+                exact = self._weight[self._weight_rows()]
             else:
-                exact = self._read_weight_columns(None, weight)
-                codes = self.linear.weight_codes.operands().columns
-                self.own.w_columns = self._read_weight_columns(codes, weight)
+                exact = self._w_columns
+                self.own.w_columns = self._read_weight_columns(self.linear.weight_codes.operands().columns)
         for errors, read in self._each(request, t, operands, _ROWS):
             if isinstance(read.rows, QuantizedTensor):
-                errors.tensors[request.name] = tensor_measures(t, read.rows)
+                errors.sums[request.name] = tensor_sums(t, read.rows)
             if exact is not None:
                 w = errors.w_rows if gemm == "output" else errors.w_columns
-                errors.products[gemm] = product_error(t[rows], exact, _read_rows(read.rows, t, rows), w)
+                self._keep_product(errors, gemm, product_terms(t[rows], exact, _read_rows(read.rows, t, rows), w))
+
+    def _keep_product(self, errors: SchemeErrors, gemm: Gemm, terms: Tensor) -> None:
+        if gemm in self._split:
+            errors.terms[gemm] = terms
+        else:
+            errors.squares[gemm] = product_squares(terms)
 
     def _see_gradient(self, request: OperandRequest, dy: Tensor, operands: Operands) -> None:
         """dy in `grad_weight`."""
@@ -127,7 +187,8 @@ class LinearProbe:
             return  # the layer runs in chunks of its tokens
         for errors, read in self._each(request, dy, operands, _COLUMNS):
             own = self._read_columns(read.columns, dy)
-            errors.products["grad_weight"] = product_error(exact, self._x_columns, own, errors.x_columns)
+            terms = product_terms(exact, self._x_columns, own, errors.x_columns)
+            self._keep_product(errors, "grad_weight", terms)
 
     def _forget(self, *names: str) -> None:
         for errors in (self.own, *self.what_if.values()):
@@ -137,33 +198,38 @@ class LinearProbe:
     def _see_weight(self) -> None:
         if (w := self._weight) is None:
             return
-        rows = self._weight_rows()
+        rows, columns = self._weight_rows(), spread(w.shape[1], SAMPLE, w.device)
+        first = self._sample.expert * self.choice.out_features
+        self._w_columns = w[first : first + self.choice.out_features, columns].t()
         for errors in (self.own, *self.what_if.values()):
             if errors is self.own:
                 read = self.linear.weight_codes.operands()
             else:
                 read = quantize_weight(WeightRequest(errors.scheme, w, self.linear.weight_key, self.linear.groups))
                 # The run's own codes stay in memory until backward; these do not.
-                errors.w_columns = self._read_weight_columns(read.columns, w)
+                errors.w_columns = self._read_weight_columns(read.columns)
             if isinstance(read.rows, QuantizedTensor):
-                errors.tensors["w"] = tensor_measures(w, read.rows)
+                errors.sums["w"] = tensor_sums(w, read.rows)
             errors.w_rows = _read_rows(read.rows, w, rows)
 
     @property
     def _weight(self) -> Tensor | MaybeNone:
         """The weight [N, K] that its codes are made of; None where it is not in memory, or stored as codes itself."""
+        if self.linear.codes_only:
+            return self._given_weight
         weight = self.linear.weight.detach()
-        return None if self.linear.codes_only or isinstance(weight, StoredWeight) else weight
+        return None if isinstance(weight, StoredWeight) else weight
 
-    def _read_weight_columns(self, operand: Operand | None, w: Tensor) -> Tensor:
+    def _read_weight_columns(self, operand: Operand | None) -> Tensor:
         """Sampled columns of the weight [64, N], all rows of the matrix, as `grad_input` sums over them."""
-        columns = spread(w.shape[1], SAMPLE, w.device)
-        matrix = self._matrix_rows(torch.arange(self.choice.out_features, device=w.device))
         if not isinstance(operand, QuantizedTensor):
-            return w[matrix][:, columns].t()
+            return self._w_columns
+        device, (n, k) = operand.codes.device, self.choice.shape
+        columns = spread(k, SAMPLE, device)
+        matrix = self._matrix_rows(torch.arange(self.choice.out_features, device=device))
         if operand.format.sum_dim == 0:
-            return code_values(operand, w.shape[1], matrix, columns).values.t()
-        return code_values(operand, w.shape[0], columns, matrix, self._sample.expert, self.choice.groups).values
+            return code_values(operand, k, matrix, columns).values.t()
+        return code_values(operand, n, columns, matrix, self._sample.expert, self.choice.groups).values
 
     def _sampled_columns(self, t: Tensor) -> Tensor:
         """Sampled columns of x or dy [64, rows], all rows of them, for a product that sums over these."""
@@ -185,10 +251,13 @@ class LinearProbe:
     def _choose_rows(self, request: OperandRequest, t: Tensor) -> "_Sample":
         if request.groups is None:
             return _Sample(spread(t.shape[0], SAMPLE, t.device))
-        of_block = request.groups.group_of_block.long()
-        counts = torch.bincount(of_block + 1, minlength=request.groups.count + 1)[1:]  # blocks of none are -1
+        of_row = request.groups.group_of_block.long().repeat_interleave(BLOCK_ROWS)  # -1: of none
+        # Blocks are filled up with zeros; where experts are on several processes, blocks of others' have nothing else.
+        used = torch.linalg.vector_norm(t, ord=torch.inf, dim=1) > 0
+        counts = torch.bincount(of_row + 1, weights=used.float(), minlength=request.groups.count + 1)[1:]
         expert = int(counts.argmax())  # synchronizes: the number of its rows is a shape
-        rows = (of_block.repeat_interleave(BLOCK_ROWS) == expert).nonzero().flatten()
+        rows = ((of_row == expert) & used).nonzero().flatten()
+        self.expert_rows = rows.shape[0]
         return _Sample(rows[spread(rows.shape[0], SAMPLE, t.device)], rows, expert, request.groups.count)
 
     def _weight_rows(self) -> Tensor:
@@ -244,8 +313,8 @@ def high_precision(linears: Sequence[LowBitLinear]) -> Iterator[None]:
     """Inside, these linears multiply their weights, in the weights' own dtype."""
     try:
         for linear in linears:
-            linear.probe = in_high_precision
+            linear.probe, linear.in_high_precision = in_high_precision, True
         yield
     finally:
         for linear in linears:
-            linear.probe = None
+            linear.probe, linear.in_high_precision = None, False

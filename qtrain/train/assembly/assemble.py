@@ -106,8 +106,6 @@ def assemble(
         parallel,
         data_files=files,
     )
-    if settings.health_fallback and quantized.fixed:
-        raise UserError(f"--health_fallback: {quantized.fixed}, so linears cannot move to other schemes; leave it out.")
     if prepared.phases and quantized.fixed:
         raise UserError(f"--quantize_schedule: {quantized.fixed}, so schemes cannot change; give --quantize.")
     # Last, when everything exists that a checkpoint fills.

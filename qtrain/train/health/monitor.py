@@ -5,10 +5,8 @@ warning can name one. One that ruins a product counts at once, after a second lo
 comparison: every step until the next sample would be harmed. With a fallback a linear then moves, and one that is at
 fault in the scheme that it was moved to goes on in bf16; collapsed routers get a load-balancing loss. What has been
 warned of, for how many samples a linear has been at fault, and what was done, is read from the lines of health.jsonl
-when a run resumes: there is no other state. Rank 0 samples and decides; who runs in which scheme is agreed on by all
-ranks and part of every checkpoint.
-
-Samples are off where layers exist only in parts, or only while they run: their collectives need all ranks.
+when a run resumes: there is no other state. Rank 0 decides, and samples alone where no other rank is needed for it
+(`ranks.py`); who runs in which scheme is agreed on by all ranks and part of every checkpoint.
 """
 
 import gc
@@ -25,12 +23,12 @@ from typing import Any
 import torch
 
 from qtrain.comm.ranks import from_rank_0, rank
-from qtrain.core.errors import first_line
+from qtrain.core.errors import TrainingStopped
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import TensorBatch
-from qtrain.quant import reassign
 from qtrain.quant.scheme_map import Spec, scheme_of
 from qtrain.train.health.judged import BALANCE, Judged, judge_linear, judge_router
+from qtrain.train.health.ranks import SampleFailed, SampleRanks, why_failed
 from qtrain.train.health.sample import Row, Sampler
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.metrics import MetricsLog, read_metrics
@@ -62,12 +60,13 @@ class HealthMonitor:
         self._run, self._quantized, self._path = run, run.quantized, path
         given, self._fallback = run.settings.health, run.settings.health_fallback
         self._interval = INTERVAL if given is None else given
-        # Only rank 0 stretches its interval; with a fallback all ranks meet at each sample, so it is fixed.
+        # With a fallback all ranks meet at each sample: the interval is fixed.
         self._stretches = given is None and not self._fallback
         self._steps: deque[float] = deque(maxlen=32)
         """Seconds of the latest steps without a sample."""
         self._before: float | None = None
-        self._sampler: Sampler | MaybeNone = Sampler(run.model, run.quantized, forward)
+        self._ranks = SampleRanks(run.model, run.quantized, run.parallel)
+        self._sampler: Sampler | MaybeNone = Sampler(run.model, run.quantized, forward, self._ranks)
         self._faults: dict[str, _Fault] = {}
         self._warned: set[tuple[str, str]] = set()
         """(linear or router, cause)"""
@@ -79,9 +78,6 @@ class HealthMonitor:
         self._log: MetricsLog | None = None
         if not self._sampler.has_work:
             self._interval = 0
-        elif self._interval and (reason := self._off_reason()):
-            log.info("health      off: %s", reason)
-            self._interval = 0
         if self._interval and (count := sum(bool(c.kernel and c.scheme) for c in self._quantized.choices)):
             log.info("health      samples measure linears, not the %d convolutions in low bits", count)
         # What is sampled after a checkpoint is sampled again.
@@ -90,14 +86,6 @@ class HealthMonitor:
             self._replay(read_metrics(path))
         if self._fallback and self._interval:
             self._agree_on_balance()
-
-    def _off_reason(self) -> str:
-        parallel = self._run.parallel
-        if parallel.mesh.model_group is not None:
-            return "layers are split over ranks"
-        if parallel.reshards:
-            return "weights are in memory only while their layer runs (full sharding, or --offload weights)"
-        return ""
 
     def before_step(self, batches: Sequence[TensorBatch], step: int) -> None:
         """Take a sample if it is due before `step`, whose micro-batches are `batches`; all ranks call it."""
@@ -110,14 +98,16 @@ class HealthMonitor:
         # With a fallback before the first update too: a fault that is there from the start must not train.
         if step % self._interval and not (self._fallback and step == 1):
             return
-        moves = self._sample(batches, step) if rank() == 0 and self._sampler is not None else {}
+        together = self._ranks.together
+        moves = self._sample(batches, step) if self._sampler is not None and (together or rank() == 0) else {}
         if self._fallback:
             if moves := from_rank_0(lambda: moves):
                 schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
-                reassign(self._run.model, self._quantized, schemes)
+                self._run.parallel.reassign(self._run.model, schemes)
             self._agree_on_balance()
-        if self._stretches and self._steps and self._sampler is not None and rank() == 0:
-            self._stretch(time.perf_counter() - now, statistics.median(self._steps))
+        if self._stretches and self._steps and self._sampler is not None and (together or rank() == 0):
+            times = time.perf_counter() - now, statistics.median(self._steps)
+            self._stretch(*self._ranks.agree(lambda: times))
         # The time of the sample is no part of the next step's.
         self._before = time.perf_counter()
 
@@ -150,7 +140,7 @@ class HealthMonitor:
     # ---- a sample ----------------------------------------------------------------------------------------------------
 
     def _sample(self, batches: Sequence[TensorBatch], step: int) -> dict[str, Spec]:
-        """Write a sample and warn. Returns the linears to move, with their schemes."""
+        """Write a sample and warn. Returns the linears to move, with their schemes; rank 0 does."""
         # As the step counts them, if other ranks have as many.
         trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
         try:
@@ -159,11 +149,16 @@ class HealthMonitor:
             judgements = self._judge(rows)
             # No other scheme was compared where nothing was suspected.
             severe = {name for name, judged in judgements.items() if judged.severe and judged.remedy is None}
-            if severe:
+            if severe := self._ranks.agree(lambda: severe):
                 rows = self._sampler.sample(batches[0], trained, number, {*self._faults, *severe})
                 judgements = self._judge(rows)
         except Exception as error:  # training goes on without: it needs no sample
-            why = "takes more memory than is free" if is_out_of_memory(error) else f"failed ({first_line(error)})"
+            why = str(error) if isinstance(error, SampleFailed) else why_failed(error)
+            if self._ranks.together and not isinstance(error, SampleFailed):
+                # Other ranks are within the passes: only a process that has ended is missed there.
+                if is_out_of_memory(error):
+                    raise TrainingStopped(f"step {step}: a health sample {why}; --health 0 takes none.") from None
+                raise
             del error  # its frames hold the sample's tensors
             log.warning("health      off from step %d on: a sample %s", step, why)
             self._sampler = None
@@ -172,6 +167,9 @@ class HealthMonitor:
                 # Gives cached blocks back: training may need the memory in other sizes.
                 torch.cuda.empty_cache()
             return {}
+        return self._report(rows, judgements, step) if rank() == 0 else {}
+
+    def _report(self, rows: Sequence[Row], judgements: dict[str, Judged], step: int) -> dict[str, Spec]:
         if self._log is None:
             self._log = MetricsLog(self._path)
         moves: dict[str, Spec] = {}

@@ -5,12 +5,15 @@ the same loss. Both run eagerly, outside of what is compiled or recorded. A run 
 bit: gradients are returned and not accumulated, no random number is drawn from the run's generators, delayed scales
 record nothing, and buffers that a forward pass writes (the load of experts, batch norms) are put back.
 
+With several ranks whose layers are split or gathered, all of them run the passes (`ranks.py`). Where ranks have codes
+in place of weights, no pass runs in high precision.
+
 What costs time: launches of an eager step, and about 20 for every measured tensor. So a sample takes few tokens, and
 compares other schemes and gradients of some linears only, in turns: gradients of all would take the memory of a step.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +23,13 @@ from qtrain.data.batch import Batch, TensorBatch
 from qtrain.kernels.autotune import without_tuning
 from qtrain.models.native.router import Router, Routing
 from qtrain.quant import LinearChoice, LowBitLinear, QuantizedModel
-from qtrain.quant.health.findings import alternatives
-from qtrain.quant.health.measures import LARGE, NAMES, direction, spread
+from qtrain.quant.health.findings import ALTERNATIVES
+from qtrain.quant.health.measures import LARGE, NAMES, direction, direction_sums, measures, product_error, spread
 from qtrain.quant.health.probe import LinearProbe, high_precision, probing
 from qtrain.quant.scheme_map import spec_text
+from qtrain.quant.tensor_roles import GEMMS, READERS
 from qtrain.quant.weight_codes import WeightCodes
+from qtrain.train.health.ranks import LinearSums, SampleRanks
 from qtrain.train.step.forward import Forward
 
 TOKENS = 1024
@@ -40,10 +45,10 @@ Row = dict[str, Any]
 
 
 class Sampler:
-    """Takes samples of a model."""
+    """Takes samples of a model on `ranks`."""
 
-    def __init__(self, model: nn.Module, quantized: QuantizedModel, forward: Forward):
-        self._model, self._quantized, self._forward = model, quantized, forward
+    def __init__(self, model: nn.Module, quantized: QuantizedModel, forward: Forward, ranks: SampleRanks):
+        self._model, self._quantized, self._forward, self._ranks = model, quantized, forward, ranks
         self._device = next(model.parameters()).device
         self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
@@ -54,42 +59,43 @@ class Sampler:
     def sample(self, batch: TensorBatch, trained: float, number: int, suspects: Collection[str]) -> list[Row]:
         """The rows of all linears in low bits and of the routers, without a step. trained: what the step's loss is
         divided by, which delayed scales of gradients expect. number: of the sample; it says whose turn it is.
-        suspects: linears to compare with other schemes in any case."""
+        suspects: linears to compare with other schemes in any case. Raises SampleFailed."""
         piece, swapped = piece_of(batch), self._quantized.by_name()
+        self._ranks.check_memory(piece.size / batch.size)
         # Probes read matrices: convolutions are not measured.
         found = [choice for choice in self._quantized.choices if choice.name in swapped and not choice.kernel]
         choices = {choice.name: choice for choice in found}
-        turn = _turn(list(choices.values()), number)
+        # Sizes of layers that are split may differ from rank to rank.
+        turn, small, suspects = self._ranks.agree(
+            lambda: (_turn(list(choices.values()), number), _small(self._model), sorted(suspects))
+        )
         compared = {*turn, *suspects} & choices.keys()
-        probes = {
-            name: LinearProbe(choice, swapped[name], alternatives(choice, self._device) if name in compared else None)
-            for name, choice in choices.items()
-        }
+        probes = {name: self._ranks.probe(choice, swapped[name], name in compared) for name, choice in choices.items()}
         # Without the weights themselves there is no pass in high precision, which other ranks' rows would be part of.
         exact = not any(linear.codes_only for linear in swapped.values())
         wanted = {n: _trained(self._model, swapped[n]) for n in turn if exact and not swapped[n].scheme.latent}
-        with self._untouched():
+        with self._untouched(), self._ranks.passes():
             with probing(list(probes.values())), self._routing() as low_bit:
-                gradients = self._backward(piece, trained, wanted, through_all=True)
+                gradients = self._backward(piece, trained, wanted, small)
+            self._ranks.check(list(probes.values()))
             directions, true = {}, {}
             if exact:
                 with high_precision(list(swapped.values())), self._routing() as true:
-                    for name, own in self._backward(piece, trained, wanted, through_all=False).items():
-                        directions[name] = direction(gradients[name], own)
-            return _read_back(probes, directions) + _router_rows(self.routers, low_bit, true)
+                    for name, own in self._backward(piece, trained, wanted, ()).items():
+                        directions[name] = direction_sums(gradients[name], own)
+            rows = _linear_rows(probes, self._ranks.add(probes, directions))
+            return rows + _router_rows(self.routers, low_bit, true, self._ranks)
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def _backward(
-        self, piece: TensorBatch, trained: float, wanted: dict[str, list[Tensor]], *, through_all: bool
+        self, piece: TensorBatch, trained: float, wanted: dict[str, list[Tensor]], through: Collection[str]
     ) -> dict[str, Tensor]:
-        """The gradients that are wanted, each flat, of large ones some rows. through_all: run the backward pass of all
-        layers."""
+        """The gradients that are wanted, each flat, of large ones some rows. through: parameters that the backward pass
+        runs up to besides."""
         inputs = [p for parameters in wanted.values() for p in parameters]
-        if through_all:
-            # Autograd runs what leads to an input: norms, biases and adapters, which every layer has, are small.
-            held = {id(p) for p in inputs}
-            inputs += [p for p in self._model.parameters() if p.requires_grad and id(p) not in held and _small(p)]
+        held = {id(p) for p in inputs}
+        inputs += [p for name, p in self._model.named_parameters() if name in through and id(p) not in held]
         devices = [self._device] if self._device.type == "cuda" else []
         # In a fork of the generators: both passes draw the same dropout.
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -171,8 +177,10 @@ def _turn(choices: Sequence[LinearChoice], number: int) -> list[str]:
     return [choices[(number * count + i) % len(choices)].name for i in range(count)]
 
 
-def _small(p: nn.Parameter) -> bool:
-    return p.numel() <= 2**18
+def _small(model: nn.Module) -> set[str]:
+    """The trained parameters that a backward pass through all layers is asked for: autograd runs what leads to one, and
+    norms, biases and adapters, which every layer has, are small."""
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.numel() <= 2**18}
 
 
 def _sampled(gradient: Tensor) -> Tensor:
@@ -192,35 +200,28 @@ def _trained(model: nn.Module, linear: LowBitLinear) -> list[Tensor]:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _read_back(probes: dict[str, LinearProbe], directions: dict[str, Tensor]) -> list[Row]:
-    """The rows, with one copy from the device."""
+def _linear_rows(probes: Mapping[str, LinearProbe], found: Mapping[str, LinearSums]) -> list[Row]:
     rows: list[Row] = []
-    places: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-    tensors: list[Tensor] = []
-    for name, probe in probes.items():
-        row: Row = {"linear": name, "scheme": spec_text(probe.choice.spec)}
-        for target, errors in ((row, probe.own), *((_what_if(row, scheme), e) for scheme, e in probe.what_if.items())):
-            for tensor in ("x", "w", "dy"):
-                if tensor in errors.tensors:
-                    places.append((target.setdefault(tensor, {}), NAMES))
-                    tensors.append(errors.tensors[tensor])
-            for gemm, error in errors.products.items():
-                places.append((target.setdefault("products", {}), (gemm,)))
-                tensors.append(error.view(1))
-        if name in directions:
-            places.append((row.setdefault("gradient", {}), ("cosine", "norm_ratio")))
-            tensors.append(directions[name])
+    for name, sums in found.items():
+        row: Row = {"linear": name, "scheme": spec_text(probes[name].choice.spec)}
+        tensors, products = measures(sums.tensors).tolist(), product_error(sums.products[..., 1:]).tolist()
+        for scheme in range(len(tensors)):
+            of: dict[str, Any] = {}
+            for i, tensor in enumerate(READERS):
+                if sums.tensors[scheme, i, 0]:  # it was seen, and has elements
+                    of[tensor] = dict(zip(NAMES, map(_short, tensors[scheme][i]), strict=True))
+            errors = {gemm: _short(products[scheme][i]) for i, gemm in enumerate(GEMMS) if sums.products[scheme, i, 0]}
+            of |= {"products": errors} if errors else {}
+            if scheme == 0:
+                row |= of
+            elif of:
+                row.setdefault("what_if", {})[ALTERNATIVES[scheme - 1]] = of
+        if sums.direction.any():
+            row["gradient"] = dict(
+                zip(("cosine", "norm_ratio"), map(_short, direction(sums.direction).tolist()), strict=True)
+            )
         rows.append(row)
-    values = torch.cat([t.float() for t in tensors]).tolist() if tensors else []
-    at = 0
-    for target, names in places:
-        target.update(zip(names, map(_short, values[at : at + len(names)]), strict=True))
-        at += len(names)
     return rows
-
-
-def _what_if(row: Row, scheme: str) -> Row:
-    return row.setdefault("what_if", {}).setdefault(scheme, {})
 
 
 def _short(value: float) -> float | None:
@@ -228,15 +229,25 @@ def _short(value: float) -> float | None:
     return float(f"{value:.5g}") if abs(value) < float("inf") else None
 
 
-def _router_rows(routers: dict[str, Router], low_bit: dict[str, Tensor], true: dict[str, Tensor]) -> list[Row]:
-    rows: list[Row] = []
+def _router_rows(
+    routers: dict[str, Router], low_bit: dict[str, Tensor], true: dict[str, Tensor], ranks: SampleRanks
+) -> list[Row]:
+    counts = []
     for name, experts in low_bit.items():
-        # [experts]: shares of the routes, which add up to 1.
-        load = torch.bincount(experts.flatten(), minlength=routers[name].moe.experts) / experts.numel()
-        row: Row = {"load": [_short(share) for share in load.tolist()]}
+        load = torch.bincount(experts.flatten(), minlength=routers[name].moe.experts)
+        same = load.new_zeros(())
         if name in true:
             # [T]: whether a token has the same set of experts; their order is that of the scores, and may differ.
-            same = (experts.sort(dim=1).values == true[name].sort(dim=1).values).all(dim=1)
-            row["drift"] = _short(1 - float(same.float().mean()))
+            same = (experts.sort(dim=1).values == true[name].sort(dim=1).values).all(dim=1).sum()
+        counts.append(torch.cat([load, same.view(1), load.new_full((1,), len(experts))]).double())
+    if not counts:
+        return []
+    rows: list[Row] = []
+    summed = ranks.sum(torch.cat(counts)).cpu().split([len(own) for own in counts])
+    for name, own in zip(low_bit, summed, strict=True):
+        load, (same, tokens) = own[:-2], own[-2:].tolist()
+        row: Row = {"load": [_short(share) for share in (load / load.sum()).tolist()]}
+        if name in true:
+            row["drift"] = _short(1 - same / tokens)
         rows.append({"linear": name, "scheme": None, "experts": row})
     return rows

@@ -560,9 +560,6 @@ RUN_EXCLUSIONS = (
     # ---- health ----
     Exclusion("--health_fallback", "--health 0", lambda o: o.has("health_fallback") and o.settings.health == 0,
         "{health_fallback} samples in a row decide, and --health 0 takes none", "; give --health a number of steps"),
-    Exclusion("--health_fallback", "--tp, --ep",
-        lambda o: o.has("health_fallback") and (o.settings.tp > 1 or o.settings.ep > 1),
-        "layers that are split over ranks (--tp, --ep) have no health samples", LEAVE),
     # ---- the optimizer in the backward pass ----
     Exclusion("--optimizer_in_backward", "--deterministic",
         _with("optimizer_in_backward", lambda o: o.settings.deterministic),

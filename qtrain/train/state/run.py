@@ -25,7 +25,7 @@ from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
 from qtrain.parallel.sharding.data_parallel import DataParallel
-from qtrain.quant import QuantizedModel, reassign
+from qtrain.quant import QuantizedModel
 from qtrain.quant.scheme_map import scheme_of
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report.write import try_write_report
@@ -243,7 +243,7 @@ class Run:
         changed = changed_schemes(meta.get("schemes"), self.settings, self.quantized.schemes)
         if not made_from(meta.get("schemes"), self.settings):
             state.phase = 0  # of another --quantize_schedule: the model was built as this one begins
-        reassign(self.model, self.quantized, {name: scheme_of(spec, "--resume") for name, spec in changed.items()})
+        self.parallel.reassign(self.model, {name: scheme_of(spec, "--resume") for name, spec in changed.items()})
         if state.step > self.settings.steps:
             raise UserError(
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."

@@ -6,7 +6,19 @@ import torch
 from qtrain.kernels.numerics.formats import FORMATS, dequantize
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.quant.health import measures
-from qtrain.quant.health.measures import NAMES, code_values, direction, product_error, spread, tensor_measures
+from qtrain.quant.health.measures import (
+    NAMES,
+    add_sums,
+    code_values,
+    direction,
+    direction_sums,
+    product_error,
+    product_squares,
+    product_terms,
+    spread,
+    tensor_measures,
+    tensor_sums,
+)
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.schemes.mxfp8 import E8M0
 from qtrain.quant.schemes.nvfp4 import NVFP4
@@ -67,6 +79,19 @@ def test_measures_are_those_in_fp64(fmt, kind):
         close(tensor_measures(t, quantized), in_fp64(t, quantized))
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_sums_of_parts_are_those_of_the_whole(scale):
+    """Under one scale, of parts whose absmax differ."""
+    t = matrix(130, 257, 2, "outlier") * scale
+    fmt = OperandFormat("int8", "tensorwise")
+    whole = quantize_rows(t, fmt, NEAREST, False)
+    pieces = zip(t.split(70), whole.codes.split(70), strict=True)
+    parts = [tensor_sums(piece, QuantizedTensor(codes, whole.scale, fmt)) for piece, codes in pieces]
+    assert parts[0][-1] != parts[1][-1]
+    assert torch.equal(parts[0][:4] + parts[1][:4], tensor_sums(t, whole)[:4]), "counts are exact"
+    torch.testing.assert_close(add_sums(torch.stack(parts)), tensor_sums(t, whole), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
 def test_what_a_delayed_scale_cuts_off(fmt):
     """A scale of a quarter of the absmax."""
@@ -113,14 +138,14 @@ def test_errors_of_products_are_those_in_fp64(kind):
     a, b = matrix(64, 300, 6, kind), matrix(50, 300, 7)
     a_read, b_read = a + a.abs() * 0.03 * matrix(64, 300, 8), b + 0.03 * matrix(50, 300, 9)
     exact, read = a.double() @ b.double().t(), a_read.double() @ b_read.double().t()
-    assert product_error(a, b, a_read, b_read).item() == pytest.approx(
+    assert product_error(product_squares(product_terms(a, b, a_read, b_read))).item() == pytest.approx(
         ((read - exact).norm() / exact.norm()).item(), rel=1e-4
     )
 
 
 def test_a_product_of_zeros_has_no_error():
     zeros, b = torch.zeros(3, 5), matrix(4, 5, 1)
-    assert product_error(zeros, b, zeros, b) == 0
+    assert product_error(product_squares(product_terms(zeros, b, zeros, b))) == 0
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-25])
@@ -128,6 +153,6 @@ def test_direction_is_that_in_fp64(scale):
     exact = matrix(33, 40, 10, "outlier") * scale
     low_bit = exact + 0.3 * matrix(33, 40, 11) * scale
     a, b = low_bit.double().flatten(), exact.double().flatten()
-    cosine, ratio = direction(low_bit, exact).tolist()
+    cosine, ratio = direction(direction_sums(low_bit, exact)).tolist()
     assert cosine == pytest.approx((a @ b / a.norm() / b.norm()).item(), rel=1e-5)
     assert ratio == pytest.approx((a.norm() / b.norm()).item(), rel=1e-5)

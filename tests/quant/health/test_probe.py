@@ -167,7 +167,7 @@ def test_experts_are_sampled_at_the_one_with_the_most_rows(scheme):
     with probing(list(probes.values())):
         y = experts_mlp(model["gate_up"], model["down"], x, experts, torch.ones(60, 1))
         y.backward(matrix(60, 128, 2))
-    bound = 0.3 if scheme == "nvfp4" else 0.06
+    bound = 0.35 if scheme == "nvfp4" else 0.06
     for name, probe in probes.items():
         assert set(probe.own.tensors) == {"x", "w", "dy"}, name
         assert all(0 < error < bound for error in probe.own.products.values()), (name, probe.own.products)

@@ -364,7 +364,6 @@ CASES = {
         {"lr_schedule_kwargs": DECAYLESS},
     ),
     ("--health_fallback", "--health 0"): (PRETRAIN, {"health_fallback": 3, "health": 0}, {"health": 50}),
-    ("--health_fallback", "--tp, --ep"): (PRETRAIN, {"health_fallback": 3, "tp": 2}, {"tp": 1}),
     ("--optimizer_in_backward", "--deterministic"): (
         PRETRAIN,
         {**ALONE, "deterministic": True},
