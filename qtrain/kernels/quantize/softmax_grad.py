@@ -100,11 +100,12 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     rows' first words. statistics: of the rows, as they are loaded.
     """
     label, log2_total, weight = statistics
-    at_label = (label - left)[:, None] - 2 * j[None, :]  # 0: the first of the pair, 1: the second
+    first_of_pair = label % 2 == 0
     if has_special:  # a scalar branch, which most tiles of a large vocabulary do not take
         # Logits of -inf have a gradient of 0. The labels' own is added below, in their places.
-        words = tl.where(at_label == 0, (words & -65536) | 0xFF80, words)
-        words = tl.where(at_label == 1, (words & 0xFFFF) | -8388608, words)
+        kept, inf = tl.where(first_of_pair, -65536, 0xFFFF), tl.where(first_of_pair, 0xFF80, -8388608)
+        at_label = ((label - left) >> 1)[:, None] == j[None, :]
+        words = tl.where(at_label, (words & kept[:, None]) | inf[:, None], words)
         words = tl.where((label == -100)[:, None], TWO_INF, words)
     first, second = halves_f32(words)
     first, second = exp_less(first, log2_total[:, None], CODE.ptx), exp_less(second, log2_total[:, None], CODE.ptx)
@@ -116,12 +117,13 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     if has_special:
         here = inside & (label >= left) & (label < left + CODE.block)
         word = tl.load(row_words + label // 2, here, 0)
-        x = tl.where(label % 2 == 0, low_half(word), high_half(word)).to(tl.float32, bitcast=True)
+        x = tl.where(first_of_pair, low_half(word), high_half(word)).to(tl.float32, bitcast=True)
         grad = tl.where(here, exp_less(x, log2_total, CODE.ptx) * weight - 1.0, 0.0)
         amax = tl.maximum(amax, abs_bits(grad)[:, None])
         grad = round_to_nearest(grad, inv_scale, CODE)
-        code = (two_codes(grad, grad, CODE) & 0xFF)[:, None]
-        codes |= tl.where(at_label == 0, code, tl.where(at_label == 1, code << 8, 0))
+        code = two_codes(grad, grad, CODE) & tl.where(first_of_pair, 0xFF, 0xFF00)
+        # Not `at_label`: the compiler would compute it, and keep it, where no tile needs it.
+        codes |= tl.where((label >> 1)[:, None] == (left // 2 + j)[None, :], code[:, None], 0)
     return codes, amax
 
 
