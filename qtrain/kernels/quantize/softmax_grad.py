@@ -102,7 +102,7 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     label, log2_total, weight = statistics
     first_of_pair = label % 2 == 0
     if has_special:  # a scalar branch, which most tiles of a large vocabulary do not take
-        # Logits of -inf have a gradient of 0. The labels' own is added below, in their places.
+        # Logits of -inf (0xFF80 in bf16, in either half) have a gradient of 0. The labels' own is added below.
         kept, inf = tl.where(first_of_pair, -65536, 0xFFFF), tl.where(first_of_pair, 0xFF80, -8388608)
         at_label = ((label - left) >> 1)[:, None] == j[None, :]
         words = tl.where(at_label, (words & kept[:, None]) | inf[:, None], words)
