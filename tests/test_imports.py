@@ -34,8 +34,9 @@ ROOMS = {
 INNER = {
     "kernels.compiler": set(),
     "kernels.autotune": {"kernels.compiler"},
+    "kernels.arrivals": {"kernels.compiler"},
     "kernels.numerics": {"kernels.compiler"},
-    "kernels.quantize": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.quantize": {"kernels.compiler", "kernels.autotune", "kernels.arrivals", "kernels.numerics"},
     "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
     "kernels.conv": {"kernels.compiler", "kernels.autotune", "kernels.gemm"},
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},

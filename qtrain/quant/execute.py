@@ -125,8 +125,9 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     (rows, columns), rounding = request.formats, request.rounding
     # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
     power_of_two, fmt, amax = request.scheme.power_of_two, (rows or columns).fmt, None
-    if isinstance(t, SoftmaxGradient) and writes_softmax_codes(request.scheme, request.needs, t.source.logits):
-        x, source = t, t.source
+    source = t.source if isinstance(t, SoftmaxGradient) else None
+    if source and not source.in_memory and writes_softmax_codes(request.scheme, request.needs, source.logits):
+        x = t
         codes, codes_t, scale, amax = quantize_softmax_grad_delayed(
             source.logits, source.log_total, source.labels, source.z_loss, fmt, delayed.scale, power_of_two,
             columns is not None,

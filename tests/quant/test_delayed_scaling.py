@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.cross_entropy import cross_entropy
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
+from qtrain.quant.execute import OperandRequest, quantize_operands
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.tensor_roles import DelayedScale
+from qtrain.tensors.softmax_gradient import softmax_gradient
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
@@ -178,6 +182,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)
     assert train(resumed, 4) == train(whole, 4)
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)
+
+
+def test_a_gradient_of_logits_is_quantized_from_its_values_once_they_are_in_memory():
+    """The logits are overwritten then. In bf16 the codes are those of rounded values."""
+    logits, labels = matrix(32, 48, 2).bfloat16(), torch.arange(32) % 7
+    expected = logits.clone()
+    cross_entropy(expected, labels, 0.0, True)
+    request = OperandRequest(scheme(scaling="delayed"), "dy", delayed=DelayedScale(torch.tensor([0.001]), None))
+    _, gradient = softmax_gradient(logits, labels, 0.0)
+    assert torch.equal(gradient + 0, expected)
+    for found, true in zip(quantize_operands(gradient, request), quantize_operands(expected, request), strict=True):
+        assert torch.equal(found.codes.float(), true.codes.float())
 
 
 @pytest.mark.parametrize("tied", [True, False])

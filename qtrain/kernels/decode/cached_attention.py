@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
+from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.decode.arrivals import arrival_counters, arrives_last
 
 BLOCK = 64
 """Keys that a CTA reads at once."""

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.core.hardware import has_fp8, has_ptx
+from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.decode.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.decode.quantize_normed import normed, quantize_normed
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 

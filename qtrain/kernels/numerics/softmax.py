@@ -2,7 +2,7 @@
 
     exp(x - L) = 2 ** (x * log2(e) - L * log2(e))
 
-The product is within an FMA: one instruction less per element, and one rounding less than a difference would have.
+The product is within an FMA: one instruction less per element than a difference and a product.
 """
 
 from qtrain.kernels.compiler import tl, triton

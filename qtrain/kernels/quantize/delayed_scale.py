@@ -4,15 +4,17 @@ With delayed scaling nothing reads a tensor for its absmax before it is quantize
 that on the host would synchronize with the GPU, or compile and capture the step twice. Here a kernel reads the scale
 from device memory, and every CTA returns at once where it is known (above 0).
 
-A tensor's quantizer then has three small launches around it: that kernel, one that writes the scale and zeros the
-absmax that the quantizer adds to, and `record_amax` after it. Of a SwiGLU's output, or of its gradient, the absmax is
-computed from x (and dy) as they are read.
+A tensor's quantizer then has two small launches around it: that kernel, which also zeros the absmax that the quantizer
+raises, and `record_amax` after it. Of a SwiGLU's output, or of its gradient, the absmax is computed from x (and dy) as
+they are read.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx
+from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.encode import abs_bits, encoding, scale_from_amax
@@ -31,13 +33,35 @@ def delayed_scale_ref(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = F
 
 
 @triton.jit
-def _amax_unless_known_kernel(
+def knows_scale(scale_ptrs):
+    """Whether the scale is known (not if it is NaN, which compares false); one CTA then stores it."""
+    known_ptr, out_ptr, amax_ptr, _, _ = scale_ptrs
+    known = tl.load(known_ptr)
+    if known > 0.0 and tl.program_id(0) == 0:
+        tl.store(out_ptr, known)
+        tl.store(amax_ptr, 0)
+    return known > 0.0
+
+
+@triton.jit
+def merge_amax(amax, scale_ptrs, CODE: tl.constexpr, PROGRAMS: tl.constexpr):
+    """amax: bits of what this CTA has seen, int32; the last CTA to come here stores the scale of all."""
+    _, out_ptr, amax_ptr, partial_ptr, counter_ptr = scale_ptrs
+    tl.store(partial_ptr + tl.program_id(0), amax)
+    if arrives_last(counter_ptr, tl.num_programs(0)):
+        index = tl.arange(0, PROGRAMS)
+        partial = tl.load(partial_ptr + index, index < tl.num_programs(0), 0, cache_modifier=".cg")
+        tl.store(out_ptr, scale_from_amax(tl.max(partial, 0), CODE))
+        tl.store(amax_ptr, 0)
+
+
+@triton.jit
+def _scale_unless_known_kernel(
     # fp32 or bf16 [*, columns], contiguous; numel elements, in rows that are gathered from it: int32 and fp32, or None.
-    x_ptr, token_ptr, weight_ptr,
-    # fp32 [1]: the known scale, or 0. int32 [CTAs]: receives the bits of the absmax that each has seen.
-    scale_ptr, partial_ptr, columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, token_ptr, weight_ptr, scale_ptrs,  # `ScaleBuffers`
+    columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(scale_ptr) > 0.0:
+    if knows_scale(scale_ptrs):
         return
     amax = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
@@ -52,48 +76,50 @@ def _amax_unless_known_kernel(
             if weight_ptr is not None:
                 x = times_weight(x, load_weight(weight_ptr, row, token), False)
         amax = tl.maximum(amax, abs_bits(x))
-    tl.store(partial_ptr + tl.program_id(0), tl.max(amax, 0))
+    merge_amax(tl.max(amax, 0), scale_ptrs, CODE, PROGRAMS)
 
 
-@triton.jit
-def _select_scale_kernel(scale_ptr, partial_ptr, out_ptr, amax_ptr, partials, CODE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the known scale, or that of the partial absmaxes, which are written only where none is known."""
-    # scale, out fp32 [1]; partial int32 [partials]; amax int32 [1], zeroed for the quantizer that follows.
-    scale, index = tl.load(scale_ptr), tl.arange(0, BLOCK)
-    if (scale > 0.0) == 0:  # of a NaN too, which compares false
-        scale = scale_from_amax(tl.max(tl.load(partial_ptr + index, index < partials, 0), 0), CODE)
-    tl.store(out_ptr, scale)
-    tl.store(amax_ptr, 0)
+class ScaleBuffers(NamedTuple):
+    """What a kernel reads and stores that finds a scale unless it is known."""
+
+    known: Tensor
+    """fp32 [1]: the known scale, or 0."""
+    out: Tensor
+    """fp32 [1]: receives the scale."""
+    amax: Tensor
+    """int32 [1]: receives a zero, which the quantizer that follows raises to the bits of the absmax."""
+    partial: Tensor
+    """int32 [CTAs]: the bits of the absmax that each has seen."""
+    counter: Tensor
+    """`arrival_counters`."""
+
+    @property
+    def programs(self) -> int:
+        return len(self.partial)
 
 
-def empty_partials(x: Tensor, numel: int) -> Tensor:
-    """Memory for the absmaxes that the CTAs of a pass over `numel` elements have seen, int32 [CTAs]."""
-    programs = max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))  # all but the first call return at once
-    return torch.empty(programs, dtype=torch.int32, device=x.device)
+def scale_buffers(known: Tensor, parts: int) -> ScaleBuffers:
+    """For the CTAs that read `parts` parts of a tensor, of which PROGRAMS are resident."""
+    amax, partial = known.new_empty(1, dtype=torch.int32), known.new_empty(min(PROGRAMS, parts), dtype=torch.int32)
+    return ScaleBuffers(known, torch.empty_like(known), amax, partial, arrival_counters(known.device))
 
 
-def launch_select_scale(scale: Tensor, partial: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """scale fp32 [1], bits of at most PROGRAMS absmaxes int32 [n] -> `scale` where it is above 0, else the one of their
-    maximum; and a zero, int32 [1]."""
-    out, amax = torch.empty_like(scale), torch.empty_like(partial[:1])
-    _select_scale_kernel[(1,)](
-        scale, partial, out, amax, partial.shape[0], encoding(fmt, scale.device, power_of_two),
-        triton.next_power_of_2(PROGRAMS), num_warps=4,
-    )  # fmt: skip
-    return out, amax
+def scale_constants(fmt: str, device: torch.device, power_of_two: bool) -> dict[str, Any]:
+    """The constexprs of `merge_amax`."""
+    return {"CODE": encoding(fmt, device, power_of_two), "PROGRAMS": triton.next_power_of_2(PROGRAMS)}
 
 
 def launch_delayed_scale(
     x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, index: RowIndex = EVERY_ROW
 ) -> tuple[Tensor, Tensor]:
-    """The kernels for `delayed_scale_ref` of the rows of x, contiguous; and a zero, int32 [1], for the quantizer."""
+    """The kernel for `delayed_scale_ref` of the rows of x, contiguous; and a zero, int32 [1], for the quantizer."""
     rows, columns = index.shape(x)
-    partial = empty_partials(x, rows * columns)
-    _amax_unless_known_kernel[(len(partial),)](
-        x, *index, scale, partial, columns, numel=rows * columns,
-        STEP=len(partial) * BLOCK, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+    buffers = scale_buffers(scale, max(1, triton.cdiv(rows * columns, BLOCK)))
+    _scale_unless_known_kernel[(buffers.programs,)](
+        x, *index, buffers, columns, numel=rows * columns, STEP=buffers.programs * BLOCK, BLOCK=BLOCK,
+        **scale_constants(fmt, x.device, power_of_two), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return launch_select_scale(scale, partial, fmt, power_of_two)
+    return buffers.out, buffers.amax
 
 
 @operator("delayed_scale", fake=lambda scale: torch.empty_like(scale))
@@ -145,14 +171,16 @@ def record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu_amax_unless_known_kernel(
-    # bf16 [M, 2 * width], gate then up; bf16 [M, width], or None. scale, partial: as above.
-    x_ptr, dy_ptr, scale_ptr, partial_ptr,
+def _swiglu_scale_unless_known_kernel(
+    # bf16 [M, 2 * width], gate then up; bf16 [M, width], or None; `ScaleBuffers`.
+    x_ptr, dy_ptr, scale_ptrs,
     # M * width. BACKWARD: of the gradient of x, else of y.
-    numel, width, STEP: tl.constexpr, BACKWARD: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
+    numel, width, STEP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(scale_ptr) > 0.0:
+    if knows_scale(scale_ptrs):
         return
+    PTX: tl.constexpr = CODE.ptx
     amax = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
@@ -169,7 +197,7 @@ def _swiglu_amax_unless_known_kernel(
         else:
             bits = bf16_bits(swiglu_f32(gate, up.to(tl.float32), PTX)) & 0x7FFF0000
         amax = tl.maximum(amax, bits)
-    tl.store(partial_ptr + tl.program_id(0), tl.max(amax, 0))
+    merge_amax(tl.max(amax, 0), scale_ptrs, CODE, PROGRAMS)
 
 
 def launch_swiglu_delayed_scale(
@@ -178,10 +206,9 @@ def launch_swiglu_delayed_scale(
     """`launch_delayed_scale` of swiglu(x), or of the gradient of x where dy is given; x [M, 2I] and dy [M, I] bf16,
     contiguous."""
     numel = x.numel() // 2
-    partial = empty_partials(x, numel)
-    _swiglu_amax_unless_known_kernel[(len(partial),)](
-        x, dy, scale, partial, numel, width=x.shape[1] // 2,
-        STEP=len(partial) * BLOCK, BACKWARD=dy is not None, PTX=has_ptx(x.device), BLOCK=BLOCK,
-        num_warps=8, enable_fp_fusion=False,
+    buffers = scale_buffers(scale, max(1, triton.cdiv(numel, BLOCK)))
+    _swiglu_scale_unless_known_kernel[(buffers.programs,)](
+        x, dy, buffers, numel, width=x.shape[1] // 2, STEP=buffers.programs * BLOCK, BACKWARD=dy is not None,
+        BLOCK=BLOCK, **scale_constants(fmt, x.device, power_of_two), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return launch_select_scale(scale, partial, fmt, power_of_two)
+    return buffers.out, buffers.amax

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     halves_f32,
@@ -32,7 +31,13 @@ from qtrain.kernels.numerics.encode import Encoding, abs_bits, encoding, inv_sca
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.softmax import IGNORED, LOG2_E, exp_less
 from qtrain.kernels.quantize.absmax import absmax_ref
-from qtrain.kernels.quantize.delayed_scale import PROGRAMS, delayed_scale_ref, launch_select_scale
+from qtrain.kernels.quantize.delayed_scale import (
+    delayed_scale_ref,
+    knows_scale,
+    merge_amax,
+    scale_buffers,
+    scale_constants,
+)
 from qtrain.kernels.quantize.dual_tile import (
     inside_of_tile,
     load_four_rows,
@@ -95,11 +100,12 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     rows' first words. statistics: of the rows, as they are loaded.
     """
     label, log2_total, weight = statistics
-    at_label = (label - left)[:, None] - 2 * j[None, :]  # 0: the first of the pair, 1: the second
+    first_of_pair = label % 2 == 0
     if has_special:  # a scalar branch, which most tiles of a large vocabulary do not take
-        # Logits of -inf have a gradient of 0. The labels' own is added below, in their places.
-        words = tl.where(at_label == 0, (words & -65536) | 0xFF80, words)
-        words = tl.where(at_label == 1, (words & 0xFFFF) | -8388608, words)
+        # Logits of -inf (0xFF80 in bf16, in either half) have a gradient of 0. The labels' own is added below.
+        kept, inf = tl.where(first_of_pair, -65536, 0xFFFF), tl.where(first_of_pair, 0xFF80, -8388608)
+        at_label = ((label - left) >> 1)[:, None] == j[None, :]
+        words = tl.where(at_label, (words & kept[:, None]) | inf[:, None], words)
         words = tl.where((label == -100)[:, None], TWO_INF, words)
     first, second = halves_f32(words)
     first, second = exp_less(first, log2_total[:, None], CODE.ptx), exp_less(second, log2_total[:, None], CODE.ptx)
@@ -111,12 +117,13 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     if has_special:
         here = inside & (label >= left) & (label < left + CODE.block)
         word = tl.load(row_words + label // 2, here, 0)
-        x = tl.where(label % 2 == 0, low_half(word), high_half(word)).to(tl.float32, bitcast=True)
+        x = tl.where(first_of_pair, low_half(word), high_half(word)).to(tl.float32, bitcast=True)
         grad = tl.where(here, exp_less(x, log2_total, CODE.ptx) * weight - 1.0, 0.0)
         amax = tl.maximum(amax, abs_bits(grad)[:, None])
         grad = round_to_nearest(grad, inv_scale, CODE)
-        code = (two_codes(grad, grad, CODE) & 0xFF)[:, None]
-        codes |= tl.where(at_label == 0, code, tl.where(at_label == 1, code << 8, 0))
+        code = two_codes(grad, grad, CODE) & tl.where(first_of_pair, 0xFF, 0xFF00)
+        # Not `at_label`: the compiler would compute it, and keep it, where no tile needs it.
+        codes |= tl.where((label >> 1)[:, None] == (left // 2 + j)[None, :], code[:, None], 0)
     return codes, amax
 
 
@@ -182,11 +189,11 @@ def _quantize_softmax_grad_kernel(
 
 
 @triton.jit
-def _softmax_grad_amax_unless_known_kernel(
-    # fp32 or bf16 [m, k], contiguous; the rest as above, and as in `_amax_unless_known_kernel`.
-    logits_ptr, row_ptrs, z_loss, scale_ptr, partial_ptr, m, k, PTX: tl.constexpr, BLOCK: tl.constexpr,
+def _softmax_grad_scale_unless_known_kernel(
+    # fp32 or bf16 [m, k], contiguous; the rest as above; `ScaleBuffers`.
+    logits_ptr, row_ptrs, z_loss, scale_ptrs, m, k, BLOCK: tl.constexpr, CODE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(scale_ptr) > 0.0:
+    if knows_scale(scale_ptrs):
         return
     amax = tl.zeros([BLOCK], tl.int32)
     for row in range(tl.program_id(0), m, tl.num_programs(0)):
@@ -195,9 +202,9 @@ def _softmax_grad_amax_unless_known_kernel(
             for start in range(0, k, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 x = tl.load(logits_ptr + tl.cast(row, tl.int64) * k + column, column < k, float("-inf")).to(tl.float32)
-                grad = exp_less(x, log2_total, PTX) * weight - tl.where(column == label, 1.0, 0.0)
+                grad = exp_less(x, log2_total, CODE.ptx) * weight - tl.where(column == label, 1.0, 0.0)
                 amax = tl.maximum(amax, abs_bits(grad))
-    tl.store(partial_ptr + tl.program_id(0), tl.max(amax, 0))
+    merge_amax(tl.max(amax, 0), scale_ptrs, CODE, PROGRAMS)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -219,12 +226,12 @@ def launch_softmax_grad_scale(
 ) -> tuple[Tensor, Tensor]:
     """`launch_delayed_scale` of the gradient: reads the logits only where no scale is known yet, in the first step."""
     m, k = logits.shape
-    partial = torch.empty(min(PROGRAMS, m), dtype=torch.int32, device=logits.device)
-    _softmax_grad_amax_unless_known_kernel[(len(partial),)](
-        logits, (log_total, labels), z_loss, known, partial, m, k, PTX=has_ptx(logits.device),
-        BLOCK=min(AMAX_BLOCK, triton.next_power_of_2(k)), num_warps=8, enable_fp_fusion=False,
+    buffers = scale_buffers(known, m)
+    _softmax_grad_scale_unless_known_kernel[(buffers.programs,)](
+        logits, (log_total, labels), z_loss, buffers, m, k, BLOCK=min(AMAX_BLOCK, triton.next_power_of_2(k)),
+        **scale_constants(fmt, logits.device, power_of_two), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return launch_select_scale(known, partial, fmt, power_of_two)
+    return buffers.out, buffers.amax
 
 
 def launch_quantize_softmax_grad(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtrain.kernels.arrivals import arrival_counters
 from qtrain.kernels.quantize.delayed_scale import (
     delayed_scale,
     launch_delayed_scale,
@@ -20,7 +21,8 @@ def check(function, device: str) -> None:
     known = torch.tensor([0.37], device=device)
     for fmt in ("e4m3", "e5m2"):
         for power_of_two in (False, True):
-            for x in (matrix(33, 300, 0, "outlier"), matrix(1, 5, 1, "tiny"), torch.zeros(4, 4), torch.zeros(0, 4)):
+            several = matrix(160, 300, 0, "outlier")  # of several CTAs, of which the last merges the absmaxes of all
+            for x in (several, matrix(1, 5, 1, "tiny"), torch.zeros(4, 4), torch.zeros(0, 4)):
                 x = x.to(device)
                 assert torch.equal(function(x, known, fmt, power_of_two), known)
                 own = function(x, torch.zeros_like(known), fmt, power_of_two)
@@ -38,6 +40,7 @@ def launched(*arguments) -> torch.Tensor:
     """The scale of `launch_delayed_scale`, whose second result is the absmax that a quantizer starts from."""
     scale, amax = launch_delayed_scale(*arguments)
     assert amax.dtype == torch.int32 and amax.tolist() == [0]
+    assert not arrival_counters(scale.device).any(), "a later launch would not find its last CTA"
     return scale
 
 

@@ -18,10 +18,11 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def arrives_last(counter_ptr, CTAS: tl.constexpr):
-    """Whether this CTA is the last of CTAS that have stored their parts of a result; its counter is then zero again."""
+def arrives_last(counter_ptr, ctas):
+    """Whether this CTA is the last of `ctas` that have stored their parts of a result; its counter is then zero
+    again."""
     tl.debug_barrier()  # all of the CTA's stores come before its arrival
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == CTAS - 1
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == ctas - 1
     if last:
         tl.store(counter_ptr, 0)
     return last
