@@ -96,8 +96,8 @@ class ModelWeights:
             if isinstance(linear, LowBitLinear):
                 quantized.ask_amax(linear)
 
-    def _bring(self, linear: LowBitLinear | nn.Linear) -> None:
-        """Give a linear its weight in memory of its own, if it has none, as its codes are made anew."""
+    def _bring(self, linear: LowBitLinear | nn.Linear | nn.Conv2d) -> None:
+        """Give a linear or convolution its weight in memory of its own, if it has none, as its codes are made anew."""
         weight = linear.weight
         dropped = isinstance(linear, LowBitLinear) and linear.codes_only
         if isinstance(weight.data, StoredWeight) or not (dropped or id(weight) in self._in_blocks):

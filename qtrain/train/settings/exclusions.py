@@ -219,7 +219,8 @@ def _transformers(o: Options) -> bool:
 
 def _batches_differ(o: Options) -> bool:
     """Examples are padded, to a length of each micro-batch."""
-    return getattr(o.settings, "seq_len_multiple", 0) not in (0, o.settings.seq_len)
+    multiple = o.get("seq_len_multiple") or 0
+    return multiple not in (0, o.get("seq_len"))
 
 
 def _adapters(o: Options) -> bool:

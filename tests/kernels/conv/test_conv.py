@@ -238,12 +238,13 @@ def test_kernels_on_a_gpu(name, gemm):
     for pair in dtypes:
         t = operands(s, pair, "cuda")
         out, expected, size = by_operator(s, gemm, t, torch.bfloat16)
-        # FP8's fast accumulation keeps 14 bits of a sum.
-        assert_close(out, expected, size, 2**-23 if pair[0] == torch.int8 else 2**-10)
+        # FP8's tensor cores add 32 products at a time and keep about 13 bits; with fast accumulation of the sum too.
+        fast, exact = (2**-23, 2**-20) if pair[0] == torch.int8 else (2**-10, 2**-12)
+        assert_close(out, expected, size, fast)
         tilings = (grad_weight if gemm == "grad_weight" else gather_mm).TILINGS
         for tiling in tilings.values():
             try:
-                assert_close(run_kernels(s, gemm, t, tiling), expected, size, 2**-20)
+                assert_close(run_kernels(s, gemm, t, tiling), expected, size, exact)
             except triton.runtime.errors.OutOfResources:  # as `choose` drops it
                 continue
 
