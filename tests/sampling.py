@@ -5,6 +5,8 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/train/health/test_faults.py::test_a_fallback_moves_the_linear_and_a_resumed_run_goes_on_with_it": 0,
+    "tests/train/health/test_ranks.py::test_numbers_are_those_of_whole_linears": 0,
     "tests/train/test_precision_mistakes.py::test_it_is_one_line_and_nothing_is_written": 10,
     "tests/bench/test_seed_pairs.py::test_nothing_is_begun_where_little_time_is_left": 0,
     "tests/models/cost/test_memory.py::test_compiled_attention_is_computed_again_when_it_is_needed": 1,

@@ -33,7 +33,7 @@ _RULES = (
     ("GEMM Triton", r"_persistent_mm_kernel|_blockwise_mm_kernel|_blockwise_wgmma_kernel|_[mk]_grouped_\w*kernel"),
     (
         "GEMM Triton",
-        r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|triton_tem_fused_.*mm",
+        r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|_conv_\w*kernel|triton_tem_fused_.*mm",
     ),
     ("GEMM", r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|qtrain::.*_mm"),
     ("quantize", r"quantize|absmax|amax|_dual_kernel|_encode_kernel|_group_scales_kernel|_groups_kernel|_mx_kernel"),
