@@ -135,7 +135,7 @@ def test_what_no_kernel_takes():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("m", "k"), sampled(SMALL, lambda m, k: (m, k) == (48, 272)))
+@pytest.mark.parametrize(("m", "k"), sampled(SMALL, lambda m, k: (m, k) != (48, 272)))
 def test_kernel_in_the_interpreter(m, k):
     check(m, k, "e4m3", 0.0, "cpu", "trained")
     check(m, k, "e4m3", 0.01, "cpu", "nonfinite")
