@@ -7,7 +7,6 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 CASES: dict[str, int] = {
     "tests/test_llm_pretrain.py::test_a_console_that_is_not_utf8_ends_no_run": 0,
     "tests/train/plan/test_linears.py::test_a_dry_run_prints_what_the_run_then_does_to_each_linear": 1,
-    "tests/models/hf/readers/test_kept_base.py::test_a_merge_back_into_the_format_of_the_checkpoint_is_what_was_trained": 0,
     "tests/train/test_distill_runs.py::test_the_log_has_cross_entropy_and_the_divergence_beside_it": 0,
     "tests/train/health/test_faults.py::test_a_fallback_moves_the_linear_and_a_resumed_run_goes_on_with_it": 0,
     "tests/train/health/test_ranks.py::test_numbers_are_those_of_whole_linears": 0,
