@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
-from qtrain.kernels.numerics.softmax import IGNORED, LOG2_E, exp_less
+from qtrain.kernels.softmax import IGNORED, LOG2_E, exp_less
 
 
 def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:

@@ -29,7 +29,6 @@ from qtrain.kernels.numerics.bf16x2 import (
 )
 from qtrain.kernels.numerics.encode import Encoding, abs_bits, encoding, inv_scale_of
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.softmax import IGNORED, LOG2_E, exp_less
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.delayed_scale import (
     delayed_scale_ref,
@@ -46,6 +45,7 @@ from qtrain.kernels.quantize.dual_tile import (
     words_inside,
 )
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
+from qtrain.kernels.softmax import IGNORED, LOG2_E, exp_less
 
 BLOCK = 128
 WARPS, REGISTERS = 8, 80
