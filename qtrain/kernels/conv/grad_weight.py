@@ -107,7 +107,7 @@ def launch_conv_grad_weight(
 ) -> Tensor:
     """The kernel for `conv_grad_weight_ref`; codes contiguous, with N padded to a multiple of 16."""
     s, images = ConvShape(*shape), x.shape[-1]
-    columns, each = s.r * s.s * s.c, pixels_each(ConvShape(*shape), images, tiling, sm_count(x.device))
+    columns, each = s.r * s.s * s.c, pixels_each(s, images, tiling, sm_count(x.device))
     slices = triton.cdiv(s.p * s.q, each)
     parts = torch.empty(slices, s.k, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(s.k, tiling.block_m) * triton.cdiv(columns, tiling.block_n), slices)

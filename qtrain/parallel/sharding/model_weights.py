@@ -82,6 +82,7 @@ class ModelWeights:
             self.full_shard.remove()
         for linear in before.values():
             self._bring(linear)
+        # What forbids it of a model alone is done here: weights are brought before and built again after.
         fixed, quantized.fixed = quantized.fixed, ""
         reassign(model, quantized, schemes)
         quantized.fixed = fixed

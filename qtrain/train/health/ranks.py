@@ -40,8 +40,6 @@ from qtrain.train.log.failures import is_out_of_memory
 T = TypeVar("T")
 
 NO_MEMORY = "takes more memory than is free"
-
-
 EAGER, GATHERED = 2.0, 0.5
 """Of the memory of a training step's passes, what a sample takes: for the same tokens, and for any number of them, as
 of weights that are gathered."""
