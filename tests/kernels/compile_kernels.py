@@ -12,7 +12,7 @@ of the other targets, in turn.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, product
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from qtrain.kernels.quantize.keep_8bit import launch_restore_8bit
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
+from qtrain.kernels.quantize.nvfp4 import launch_quantize_nvfp4
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
 from qtrain.kernels.quantize.softmax_grad import launch_quantize_softmax_grad, launch_softmax_grad_scale
 from qtrain.kernels.quantize.tiled import launch_tiled
@@ -126,6 +127,13 @@ def quantizers() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         for elem in ("e4m3", "e5m2"):
             yield dtype is BF16, lambda e=elem, d=dtype: launch_quantize_mx(zeros(64, 512, dtype=d), e)
+        for r, transposed in product(SINGLE, (False, True)):
+            yield (
+                dtype is BF16 and transposed and r is STOCHASTIC,
+                lambda r=r, t=transposed, d=dtype: launch_quantize_nvfp4(
+                    zeros(64, 512, dtype=d), r.row_key, r.role, t, hadamard=t
+                ),
+            )
         for k in (512, 500):
             codes = zeros(64, k // 2, dtype=torch.uint8)
             yield (

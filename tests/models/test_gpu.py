@@ -181,6 +181,12 @@ def test_loss_and_gradients_near_fp64_and_free_of_the_chunk_count(dtype, chunks)
 def test_an_fp8_head_with_delayed_scales_never_writes_the_gradient_of_its_logits(tokens, frozen):
     """Loss and gradients in two chunks, ordinary and as a CUDA graph, as with the gradient in memory, and no further
     from fp64."""
+    # Autograd runs a node on the stream on which it was made: of a graph that is the stream of the capture.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check_head_without_gradient_of_logits(tokens, frozen)
+
+
+def check_head_without_gradient_of_logits(tokens: int, frozen: bool) -> None:
     scheme = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "--quantize")
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 256, device="cuda").bfloat16().requires_grad_()
@@ -210,7 +216,7 @@ def test_an_fp8_head_with_delayed_scales_never_writes_the_gradient_of_its_logits
         kept = [torch.equal(y, before) for y, before in logits]
         assert kept == [not in_memory, not in_memory and last % 16 == 0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             replayed = step()
         graph.replay()
         assert all(map(torch.equal, replayed, found))

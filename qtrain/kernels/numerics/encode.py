@@ -71,16 +71,17 @@ def zero_nonfinite(x, nonfinite):
 
 
 @triton.jit
-def _encode_fp8(scaled, noise, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
+def _encode_minifloat(scaled, noise, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
     LARGEST: tl.constexpr = CODE.fmt.max
     DROPPED: tl.constexpr = 23 - CODE.fmt.mantissa_bits  # bits of fp32's mantissa
-    if CODE.fp8_cvt and not STOCHASTIC:  # to nearest even, saturating
+    WIDTH: tl.constexpr = 8 // CODE.fmt.packing
+    if CODE.fp8_cvt and WIDTH == 8 and not STOCHASTIC:  # to nearest even, saturating
         if CODE.fmt.name == "e4m3":
             return scaled.to(tl.float8e4nv).to(tl.int8, bitcast=True)
         else:
             return scaled.to(tl.float8e5).to(tl.int8, bitcast=True)
     else:
-        # Moved to the exponents at which fp32 has its own subnormals, a number's pattern is the FP8 pattern with more
+        # Moved to the exponents at which fp32 has its own subnormals, a number's pattern is the format's with more
         # mantissa bits, subnormals included.
         DOWN: tl.constexpr = 2.0 ** (CODE.fmt.exponent_bias - 127)
         rounded = tl.clamp(scaled, -LARGEST, LARGEST)
@@ -91,14 +92,15 @@ def _encode_fp8(scaled, noise, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
             bits = rounded.to(tl.int32, bitcast=True)
             # To nearest, ties to even.
             normal = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & -(1 << DROPPED)
-            # A sum whose last bit is worth the spacing of FP8's subnormals rounds to it.
+            # A sum whose last bit is worth the spacing of the format's subnormals rounds to it.
             SMALLEST: tl.constexpr = 2.0 ** (1 - CODE.fmt.exponent_bias)  # normal number
             SPACING: tl.constexpr = SMALLEST * 2.0**-CODE.fmt.mantissa_bits
             subnormal = (rounded + SPACING * 12582912.0) - SPACING * 12582912.0
             rounded = tl.where(tl.abs(rounded) < SMALLEST, subnormal, normal.to(tl.float32, bitcast=True))
             pattern = (rounded * DOWN).to(tl.int32, bitcast=True)
-        sign = scaled.to(tl.int32, bitcast=True) >> 24
-        return (((pattern >> DROPPED) & 0x7F) | (sign & 0x80)).to(tl.int8)
+        SIGN: tl.constexpr = 1 << (WIDTH - 1)
+        sign = scaled.to(tl.int32, bitcast=True) >> (32 - WIDTH)
+        return (((pattern >> DROPPED) & (SIGN - 1)) | (sign & SIGN)).to(tl.int8)
 
 
 @triton.jit
@@ -124,7 +126,7 @@ def encode(x, inv_scale, noise, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, C
     GIVEN: the scale is not derived from x, which may exceed its range or be NaN.
     """
     if CODE.fmt.is_float:
-        codes = _encode_fp8(x * inv_scale, noise, STOCHASTIC, CODE)
+        codes = _encode_minifloat(x * inv_scale, noise, STOCHASTIC, CODE)
         NAN: tl.constexpr = 0x7F
     else:
         codes = _encode_integer(x, inv_scale, noise, STOCHASTIC, GIVEN, CODE.fmt.max)
