@@ -2,13 +2,16 @@
 one process, bit for bit."""
 
 import functools
+import sys
 from typing import Any
 
 import pytest
 
 from benchmarks.mesh_equality import UNTIED, assembled, differences, random_micro_batch, state_digests
 from qtrain.parallel.mesh import make_mesh
+from qtrain.quant import LowBitLinear
 from qtrain.quant.scheme_map import Spec, scheme_of
+from qtrain.quant.swap import swap
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
@@ -59,3 +62,31 @@ def _one(case: str) -> dict[str, Any]:
 def test_training_goes_on_as_on_one_process(case, shape, reshard):
     for of_rank in run_ranks(4 if shape == "2x2" else 2, _train, case, shape, reshard):
         assert differences(_one(case), of_rank) == ""
+
+
+def _share_in_memory(reshard: str) -> float:
+    """On every rank: the bytes of weights and codes that are in memory at most while all linears move, of those of the
+    weights in full."""
+    size = {"seq_len": 24, "batch_size": 8, "device": "cpu", "seed": 1}
+    settings = LanguageSettings(quantize="int8", dp_shard=2, reshard_after_forward=reshard, **size)
+    run, found = assembled(settings, UNTIED, make_mesh(1, 2, "cpu")), []
+    weights = [p for p in run.model.parameters() if p.ndim > 1]
+
+    def measured(*arguments: Any) -> LowBitLinear:
+        linears = [module for module in run.model.modules() if isinstance(module, LowBitLinear)]
+        tensors = [*weights, *(buffer for linear in linears for buffer in linear.weight_codes.buffers())]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+        return swap(*arguments)
+
+    everywhere = {choice.name: scheme_of("fp8_rowwise", "-") for choice in run.quantized.choices if choice.scheme}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["qtrain.quant.reassign"], "swap", measured)
+        run.parallel.reassign(run.model, everywhere)
+    return max(found) / sum(p.numel() * p.element_size() for p in weights)
+
+
+@pytest.mark.parametrize(("reshard", "share"), [("always", 0.01), pytest.param("never", 0.6, marks=pytest.mark.sweep)])
+def test_weights_stay_out_of_memory_while_all_linears_move(reshard, share):
+    """never: embedding and head are in full, and codes of the layers."""
+    assert max(run_ranks(2, _share_in_memory, reshard)) < share
