@@ -221,22 +221,29 @@ class HealthMonitor:
 
     def _replay(self, lines: Sequence[dict[str, Any]]) -> None:
         """Take up the faults and warnings of an earlier process from its lines."""
-        for line in lines:
+        for line in filter(_is_ours, lines):
             if "warning" in line:
                 self._remember(line)
             elif line.get("over"):
                 self._faults.setdefault(line["linear"], _Fault(line["step"])).samples += 1
             else:
-                self._faults.pop(line.get("linear", ""), None)
+                self._faults.pop(line["linear"], None)
 
     def _remember(self, warning: dict[str, Any]) -> None:
-        name: Any = warning.get("linear")
+        name: str = warning["linear"]
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
         self._balance = warning.get("balance_loss", self._balance)
         if "moved_to" in warning:  # in another scheme, it begins anew
             self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
             self._warned = {pair for pair in self._warned if pair[0] != name}
+
+
+def _is_ours(line: dict[str, Any]) -> bool:
+    """Whether a line has what `_report` writes: someone may have edited the file."""
+    causes, balance = line.get("causes", []), line.get("balance_loss", 0.0)
+    texts = [line.get("linear"), *causes] if isinstance(causes, list) else [None]
+    return all(isinstance(text, str) for text in texts) and isinstance(balance, int | float)
 
 
 def _compact(row: Row) -> Row:
