@@ -43,7 +43,7 @@ CASES: dict[str, int] = {
     "tests/test_llm_finetune.py::test_a_run_from_a_folder_with_adapters_on_a_4_bit_base": 0,
     "tests/train/test_schedule_runs.py::test_each_part_is_that_of_its_scheme_alone": 0,
     "tests/train/test_schedule_runs.py::test_a_run_that_resumes_before_at_and_after_the_change_is_the_same": 1,
-    "tests/train/test_schedule_runs.py::test_ranks_change_as_one_process_and_resume_across_the_change": 1,
+    "tests/train/test_schedule_runs.py::test_ranks_change_as_one_process_and_resume_across_the_change": 0,
     "tests/train/test_distill_runs.py::test_compiled_it_is_the_same": 0,
     "tests/train/test_distill_runs.py::test_ranks_train_as_one_process": 0,
     "tests/train/test_distill_runs.py::test_a_resumed_run_is_the_same": 1,

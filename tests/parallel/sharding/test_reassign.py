@@ -20,11 +20,14 @@ from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.worlds import run_ranks
 
-QKV, DOWN, HEAD = "layers.0.attn.qkv", "layers.1.mlp.down_proj", "lm_head"
+QKV, OUT, DOWN, HEAD = "layers.0.attn.qkv", "layers.0.attn.o_proj", "layers.1.mlp.down_proj", "lm_head"
 SIZE = {"seq_len": 24, "batch_size": 8, "micro_batch_size": 2, "device": "cpu", "seed": 1}
 DELAYED: Spec = {"scheme": "fp8_tensorwise", "scaling": "delayed"}
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Spec]]]] = {
-    "codes of rows and columns": ({"quantize": "int8"}, [{QKV: "fp8_tensorwise", DOWN: "bf16"}, {DOWN: "int8"}]),
+    "codes of rows and columns": (
+        {"quantize": "int8"},
+        [{QKV: "fp8_tensorwise", DOWN: "bf16", OUT: {"scheme": "int8", "grad_input": "bf16"}}, {DOWN: "int8"}],
+    ),
     "codes on the wire": (
         {"quantize": "fp8_tensorwise", "quantize_lm_head": True},
         [{QKV: "fp8_rowwise", HEAD: "bf16"}, {QKV: "fp8_tensorwise", HEAD: "int8", DOWN: "switchback"}],
