@@ -120,11 +120,15 @@ def train(folder: Path, settings: FaultSettings, seed: int, fault: str, column: 
     with inject(), open(folder / f"{name}.log", "w") as log, contextlib.redirect_stdout(log):
         pretrain([*flags, "--no_export"])
     (run,) = (folder / "runs" / "llm_pretrain").glob(f"*_{name}")
-    for row in read_metrics(run / "health.jsonl") if (run / "health.jsonl").exists() else []:
+    samples = read_metrics(run / "health.jsonl") if (run / "health.jsonl").exists() else []
+    for row in samples:
         if "warning" in row:
             print(f"{name}: {row['step']} {row['warning']}", file=sys.stderr, flush=True)
     loss = read_metrics(run / "metrics.jsonl")[-1]["eval_loss"]
-    print(f"{name}: {loss:.4f}", file=sys.stderr, flush=True)
+    # Of each router, the effective number of experts (inverse Simpson index) in its last sample.
+    used = {row["linear"]: 1 / sum(share**2 for share in row["experts"]["load"]) for row in samples if "experts" in row}
+    routers = f", {statistics.mean(used.values()):.1f} experts in use" if used else ""
+    print(f"{name}: {loss:.4f}{routers}", file=sys.stderr, flush=True)
     return loss
 
 

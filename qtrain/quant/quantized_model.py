@@ -50,8 +50,6 @@ class QuantizedModel:
     """How often `reassign` has changed the map: what was recorded before launches the kernels of other schemes."""
     sub_norm: bool = False
     """Whether the model was built for a scheme with norms of its own."""
-    fixed: str = ""
-    """Why `reassign` cannot change the map; "": it can."""
     step: int = 0
     """The micro-step that keys the random bits, of stochastically rounded weights too."""
     record_amax: Callable[[LowBitLinear], WeightAmax | None] = lambda linear: None

@@ -41,8 +41,9 @@ REASON = "reassigned"
 def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, Scheme]) -> None:
     """Run the named linears in other schemes from the next step on; to be called between steps, on all processes.
 
-    UserError for names that are no linears', for schemes that these cannot run in, and where the map is fixed: where
-    processes share weights as codes, and for weights stored in low bits, which are parameters of another kind.
+    A lazy weight stays lazy, and its linear has no codes until it has a value. UserError for names that are no
+    linears', and for schemes that these cannot run in. Where processes share weights, or host memory has them,
+    `DataParallel.reassign` is what to call.
     """
     current, before = {choice.name: choice for choice in quantized.choices}, quantized.by_name()
     for name in schemes:
@@ -58,8 +59,6 @@ def reassign(model: nn.Module, quantized: QuantizedModel, schemes: Mapping[str, 
     changed = {name: choice for name, choice in chosen.items() if choice.spec != current[name].spec}
     if not changed:
         return
-    if quantized.fixed:
-        raise UserError(f"reassign: {quantized.fixed}, so the schemes of linears stay as they are.")
     histories, numbers = quantized.amax_rows(), quantized.keys[:, 2].tolist()
     quantized.choices = [changed.get(name, choice) for name, choice in current.items()]
     quantized.keys[:, 1].fill_(quantized.step)  # of a model without linears in low bits nobody has set it
@@ -106,6 +105,8 @@ def _choose(
         why = "its weight is parametrized"
     elif "forward" in vars(linear):  # which calls the old module
         why = "its forward pass is replaced"
+    elif isinstance(linear, LowBitLinear) and (linear.codes_only or linear.gathered):
+        why = "its weight is not in memory; call DataParallel.reassign"
     elif not scheme.leaves_all:
         why = reason_to_leave(_plain(linear), current, scheme, REASON, True, 0)
         choice = decide(current, scheme, shared, linear.weight.device)

@@ -96,16 +96,15 @@ def quantize_linears(
         if forward_only and id(swapped.weight) not in tied and _reads_codes(swapped.scheme):
             swapped.keep_codes_only()
         # Not codes that are the weight itself, nor those of a frozen weight, which nobody would compute again.
-        computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
-        if is_lazy(swapped.weight) or (computed and not realize):
+        if not realize and swapped.scheme.stored_format is None and swapped.weight.requires_grad:
             swapped.weight_codes.free()
     quantized.keep_amax()
     return quantized
 
 
 def swap(linear: nn.Linear | Convolution, choice: LinearChoice, quantized: QuantizedModel) -> LowBitLinear:
-    """The linear or convolution of a choice in low bits. A lazy weight stays lazy: its codes are those of zeros, until
-    it has a value."""
+    """The linear or convolution of a choice in low bits. A lazy weight stays lazy: its codes take no memory until it
+    has a value."""
     scheme = choice.in_one_layout if quantized.one_weight_layout else choice.scheme
     plain, part, key = linear.weight, quantized.shared(choice.name), quantized.own_keys[choice.name]
     with with_zeros(plain):
@@ -123,6 +122,8 @@ def swap(linear: nn.Linear | Convolution, choice: LinearChoice, quantized: Quant
             return StoredWeight.from_value(initial_value(plain), stored_format) if codes is None else codes
 
         make_lazy(linear.weight, stored_value)
+    if is_lazy(swapped.weight):
+        swapped.weight_codes.free()
     return swapped
 
 

@@ -25,7 +25,6 @@ from qtrain.data.stream import SKIPPED
 from qtrain.optim import LRSchedule
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
-from qtrain.quant.reassign import reassign
 from qtrain.quant.scheme_map import spec_text
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.log.device_metrics import device_metrics, joules_of_all
@@ -281,7 +280,7 @@ class Training:
         run, phases = self.run, self.plan.phases
         if not phases or (number := phase_at(phases, run.state.step)) == run.state.phase:
             return
-        reassign(run.model, run.quantized, phases[number].schemes)
+        run.parallel.reassign(run.model, phases[number].schemes)
         run.state.phase = number
         # The first steps in other schemes compile and are recorded anew.
         self.throughput.skip(self._skip_steps)

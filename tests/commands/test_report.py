@@ -1,5 +1,6 @@
 """`python -m qtrain report`: one run, several, and what it refuses: one message, exit code 2, nothing written."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -77,6 +78,11 @@ MISTAKES = {
     "a CSV for metrics": (["csv"], "is not the log of a run: none of its 3 lines is a JSON object"),
     "binary metrics": (["binary"], "is not the log of a run"),
     "metrics of another tool": (["other"], "is not the log of a run: none of its 1 lines"),
+    "a trainer_state.json": (["state"], "is not the log of a run: none of its 8 lines"),
+    "a JSON list of records": (["list"], "is not the log of a run: none of its 1 lines"),
+    "a page of a proxy": (["html"], "is not the log of a run: none of its 1 lines"),
+    "compressed metrics": (["gzip"], "gzip/metrics.jsonl is not the log of a run"),
+    "one of several compressed": (["runs/a", "gzip"], "gzip/metrics.jsonl is not the log of a run"),
     "one of several damaged": (["runs/a", "csv"], "csv/metrics.jsonl is not the log of a run"),
     "one of several missing": (["runs/a", "runs/bb"], "runs/bb does not exist. Did you mean runs/b?"),
     "a run twice": (["runs/a", "runs/b", "runs/../runs/a/"], "given twice"),
@@ -105,6 +111,10 @@ def test_a_mistake_is_one_message(case, tmp_path):
     broken("empty")
     broken("csv", metrics_jsonl="step,loss\n1,2.0\n2,1.5\n")
     broken("other", metrics_jsonl=json.dumps({"epoch": 1, "loss": 2.0}) + "\n")
+    broken("state", metrics_jsonl=json.dumps({"log_history": [{"step": 1, "loss": 2.0}]}, indent=1) + "\n")
+    broken("list", metrics_jsonl=json.dumps([{"step": 1, "loss": 2.0}]) + "\n")
+    broken("html", metrics_jsonl="<html><body>404</body></html>\n")
+    Path(broken("gzip"), "metrics.jsonl").write_bytes(gzip.compress(Path("runs/a/metrics.jsonl").read_bytes()))
     broken("new", metrics_jsonl="")
     broken("new2", metrics_jsonl="")
     Path(broken("binary"), "metrics.jsonl").write_bytes(bytes(range(256)) * 50)
@@ -128,6 +138,26 @@ def test_what_is_damaged_in_part_is_drawn_and_said():
     said = "warning: runs/a: metrics.jsonl: 1 damaged line is left out; config.json cannot be read"
     assert done.out.splitlines() == [said, "report      runs/a/report.html"]
     assert "Steps6" in Page(Path("runs/a/report.html").read_text()).text
+
+
+PARTS: dict[str, tuple[dict[str, str], str]] = {
+    "a run that writes": ({"metrics.jsonl": '{"step": 6, "lo', "run.lock": ""}, ""),
+    "a hole": ({"metrics.jsonl": "\0" * 300 + "\n"}, "metrics.jsonl: 1 damaged line is left out"),
+    "samples of another tool": ({"health.jsonl": "nonsense\n{}\n"}, "health.jsonl: 2 damaged lines are left out"),
+    "a config that is cut": ({"config.json": "{"}, "config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_runs_that_are_damaged_in_part_or_go_on_are_compared(case):
+    files, said = PARTS[case]
+    for name, text in files.items():
+        with Path("runs/b", name).open("w" if name == "config.json" else "a") as file:
+            file.write(text)
+    done = call(main, ["report", "runs/a", "runs/b"])
+    assert done.code == 0 and not done.err
+    assert done.out.splitlines() == [f"warning: runs/b: {said}"] * bool(said) + ["report      compare.html"]
+    assert {"loss", "speed"} <= {chart["key"] for chart in Page(Path("compare.html").read_text()).data["data"]}
 
 
 def test_a_run_that_has_logged_nothing_yet_has_a_page():

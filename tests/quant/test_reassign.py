@@ -159,12 +159,12 @@ def test_what_cannot_be_is_refused_and_nothing_changes(change, says):
     assert quantized.schemes == former and list(model.modules()) == modules
 
 
-def test_the_map_of_sharded_weights_is_fixed():
+def test_a_weight_that_is_not_in_memory_is_refused():
     model = build_model(ModelSource("tiny", TINY, "--model"))
     quantized = quantize_linears(model, INT8, seed=3)
-    quantized.fixed = "weights are gathered"
-    reassign(model, quantized, {})
-    with pytest.raises(UserError, match="reassign: weights are gathered, so the schemes of linears stay"):
+    quantized.linear("layers.0.attn.qkv").keep_codes_only()
+    reassign(model, quantized, schemes({"layers.0.attn.qkv": "int8", "layers.1.attn.qkv": "bf16"}))
+    with pytest.raises(UserError, match=r"its weight is not in memory; call DataParallel\.reassign"):
         reassign(model, quantized, schemes({"layers.0.attn.qkv": "bf16"}))
 
 

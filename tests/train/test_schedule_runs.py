@@ -3,6 +3,7 @@ anywhere, they go on so."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.data.corpora import write_jsonl, write_questions
 from tests.data.images.pictures import write_folder
 from tests.processes import PRETRAIN, write_pretraining
 from tests.system import call, contents, flags, losses, only_run, serving, write_model
+from tests.test_mixture_runs import WIDE
 from tests.train.test_override_runs import prepared
 
 TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
@@ -165,19 +167,38 @@ def test_adapters_and_images_change_schemes():
     assert done.code == 0 and "scheme      int8" in done.out, done.err
 
 
-def test_two_ranks_change_as_one(tmp_path_factory):
+SCHEDULE = [[0, {"scheme": "fp8_tensorwise", "scaling": "delayed"}], [2, "bf16"], [3, "int8"]]
+RANKS: dict[str, dict[str, Any]] = {
+    "full_shard": {"dp_shard": 2, "reshard_after_forward": "always", "model": "untied.json"},
+    "zero2": {"dp_shard": 2, "optim": "muon"},
+    "replicas": {"dp_replicate": 2},
+    "ep": {"dp_shard": 2, "ep": 2, "reshard_after_forward": "always", "model": "mixture.json"},
+    "tp": {"tp": 2, "model": "untied.json"},
+}
+"""Of two ranks, by what they share."""
+
+
+@pytest.mark.parametrize("mode", RANKS)
+def test_ranks_change_as_one_process_and_resume_across_the_change(tmp_path_factory, mode):
     folder = tmp_path_factory.mktemp("processes")
     write_pretraining(folder)
-    schedule = {"quantize_schedule": json.dumps([[0, "bf16"], [0.5, "int8"]]), "export": False}
-    found = {}
+    write_model(folder / "untied.json", tie_word_embeddings=False, num_key_value_heads=2, max_position_embeddings=512)
+    write_model(folder / "mixture.json", **WIDE)
+    shared = {**PRETRAIN, "quantize_schedule": json.dumps(SCHEDULE), "export": False, "eval_interval": 0, **RANKS[mode]}
+    of_one = dict.fromkeys(["dp_shard", "dp_replicate", "tp", "ep"], 1) | {"reshard_after_forward": "never"}
+
+    def run(ranks: int, name: str, **settings) -> Path:
+        done = server.run_ranks(ranks, "llm_pretrain", flags(**{**shared, **settings, "runs_dir": folder / name}))
+        assert {outcome.code for outcome in done} == {0}, "\n".join(outcome.err for outcome in done)
+        return only_run(folder / name)
+
     with serving(folder) as server:
-        for ranks in (1, 2):
-            runs = folder / f"runs{ranks}"
-            words = flags(**{**PRETRAIN, **schedule, "runs_dir": runs, "deterministic": True, "dp_replicate": ranks})
-            done = server.run_ranks(ranks, "llm_pretrain", words)
-            assert {outcome.code for outcome in done} == {0}, "\n".join(outcome.err for outcome in done)
-            found[ranks] = steps(only_run(runs))
-        words = flags(**{**PRETRAIN, **schedule, "runs_dir": folder / "sharded"})
-        done = server.run_ranks(2, "llm_pretrain", words)
-    assert found[1] == found[2]
-    assert done[0].code == 2 and "gathered from the ranks' masters" in done[0].err
+        one, two = run(1, "one", **of_one), run(2, "two")
+        again = run(2, "again", resume=str(two / "checkpoints" / "00000002"))
+    assert (two / "train.log").read_text().count("scheme      ") == 2, "from the third and the fourth step on"
+    assert steps(again) == steps(two)
+    if mode == "tp":  # whose sums are in another order
+        expected = pytest.approx([row[1] for row in steps(one)], rel=2e-3)
+        assert [row[1] for row in steps(two)] == expected
+    else:
+        assert steps(two) == steps(one)

@@ -28,7 +28,7 @@ from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
-from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
+from qtrain.quant import LowBitLinear, QuantizedModel, Scheme
 from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
@@ -150,8 +150,6 @@ class DataParallel:
             units=units,
             reduce=lambda unit: self.after_unit(unit),
         )
-        if units or any(s.master is not s.parameter for s in self.parameters):
-            quantized.fixed = "weights, or codes of them, are gathered from the ranks' masters or from host memory"
 
     @property
     def _full_shard(self) -> FullShard | None:
@@ -325,10 +323,7 @@ class DataParallel:
     def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         """`quant.reassign` between steps, on all ranks: weights and codes are gathered as of a run that begins with the
         new map."""
-        if self._quantized.fixed and schemes:
-            self._weights.reassign(model, schemes)
-        else:
-            reassign(model, self._quantized, schemes)
+        self._weights.reassign(model, schemes)
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""

@@ -19,8 +19,9 @@ from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
+from qtrain.quant.scheme_map import spec_of
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
-from qtrain.tensors.lazy import plain_tensors
+from qtrain.tensors.lazy import drop_initializer, is_lazy, make_lazy, materialize, plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -76,36 +77,55 @@ class ModelWeights:
     def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         """`quant.reassign` between steps; all ranks call it."""
         quantized = self._quantized
-        before = {name: quantized.linear(name) for name in schemes}
+        # Others keep their codes, which a lazy weight does not have.
+        changed = [name for name, scheme in schemes.items() if spec_of(scheme) != quantized.schemes.get(name)]
+        if not changed:
+            return
+        before = {name: quantized.linear(name) for name in changed}
         if self.full_shard is not None:
             self.full_shard.free()
             self.full_shard.remove()
         for linear in before.values():
-            self._bring(linear)
-        # What forbids it of a model alone is done here: weights are brought before and built again after.
-        fixed, quantized.fixed = quantized.fixed, ""
+            self._make_lazy(linear)
         reassign(model, quantized, schemes)
-        quantized.fixed = fixed
-        after: dict[nn.Module, nn.Module] = {before[name]: quantized.linear(name) for name in schemes}
+        after = {name: quantized.linear(name) for name in changed}
         # A head is a unit of its own.
-        self._units = [replace(unit, holder=after.get(unit.holder, unit.holder)) for unit in self._units]
+        holders: dict[nn.Module, nn.Module] = {before[name]: after[name] for name in changed}
+        self._units = [replace(unit, holder=holders.get(unit.holder, unit.holder)) for unit in self._units]
+        del before, holders, linear  # with the codes of before
         for keys in (self._weight_keys, self._first_keys):
             keys[:, 2] = quantized.keys[:, 2]  # the numbers of linears
         self._build(model)
         self._gather_codes()
         for linear in after.values():
+            self._realize(linear)
             if isinstance(linear, LowBitLinear):
                 quantized.ask_amax(linear)
 
-    def _bring(self, linear: LowBitLinear | nn.Linear | nn.Conv2d) -> None:
-        """Give a linear or convolution its weight in memory of its own, if it has none, as its codes are made anew."""
+    def _make_lazy(self, linear: LowBitLinear | nn.Linear | nn.Conv2d) -> None:
+        """Make the weight of a linear or convolution lazy, if it is not in memory: swapped by `quant.reassign`, a model
+        is then never whole."""
         weight = linear.weight
         dropped = isinstance(linear, LowBitLinear) and linear.codes_only
         if isinstance(weight.data, StoredWeight) or not (dropped or id(weight) in self._in_blocks):
             return
-        weight.data = self.whole(weight)
+        if dropped:
+            weight.data = weight.new_empty(weight.shape)
+        make_lazy(weight, functools.partial(self.whole, weight))
         if isinstance(linear, LowBitLinear):
             linear.codes_only = linear.gathered = False
+
+    def _realize(self, linear: LowBitLinear | nn.Linear | nn.Conv2d) -> None:
+        """Give a lazy weight its value where the model keeps it in full; elsewhere it comes when it is gathered."""
+        weight = linear.weight
+        if not is_lazy(weight):
+            return
+        if id(weight) in self._in_blocks or (isinstance(linear, LowBitLinear) and linear.codes_only):
+            drop_initializer(weight)
+            return
+        materialize(weight)
+        if isinstance(linear, LowBitLinear):
+            linear.refresh()
 
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qtrain.core.errors import UserError
 from qtrain.core.hardware import limit_allocator
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
@@ -106,8 +105,6 @@ def assemble(
         parallel,
         data_files=files,
     )
-    if prepared.phases and quantized.fixed:
-        raise UserError(f"--quantize_schedule: {quantized.fixed}, so schemes cannot change; give --quantize.")
     # Last, when everything exists that a checkpoint fills.
     run.restore()
     return run

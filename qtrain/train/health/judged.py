@@ -14,6 +14,10 @@ from qtrain.train.health.sample import Row
 BALANCE = 0.01
 """The weight of the load-balancing loss that a fallback gives collapsed routers, if they have less."""
 
+CONFIRMED, DELAYED = 2, 4
+"""Samples in a row after which a fault is one; under delayed scaling. There a batch with larger gradients than those
+before puts one linear in a hundred over its bound, of runs without a fault too."""
+
 
 @dataclass
 class Judged:
@@ -22,8 +26,10 @@ class Judged:
 
     causes: dict[str, tuple[tuple[bool, float], str, str]] = field(default_factory=dict)
     remedy: Spec | None = None
+    samples: int = CONFIRMED
+    """In so many in a row it must be before it counts."""
     steps: int = 0
-    """For so many it must go on before it counts."""
+    """Over so many it must go on before it counts."""
     severe: bool = False
     """Whether one sample is enough to act."""
     balances: bool = False
@@ -64,14 +70,16 @@ def judge_linear(row: Row, choice: LinearChoice, linear: LowBitLinear, moved_to:
         return f"--quantize_overrides '{override}' {has}"
 
     fixed = linear.scheme.latent or linear.scheme.stored_format is not None
+    delayed = linear.scheme.amax_history
     return Judged(
         {
             f.cause: ((f.tensor is not None, f.value / f.bound), f"{name} {f.gemm}: {f.words()}", advice(f))
             for f in found
         },
         None if fixed else scheme,
-        linear.scheme.amax_history,
-        not fixed and any(f.severe for f in found),
+        DELAYED if delayed else CONFIRMED,
+        delayed,
+        not fixed and not delayed and any(f.severe for f in found),
     )
 
 

@@ -1,12 +1,13 @@
 """Health of a run: takes samples, writes RUN/health.jsonl, warns once of each fault, and moves linears if asked to.
 
-A fault counts from the second sample in a row on: by then other schemes have been compared on the linear, so that the
-warning can name one. One that ruins a product counts at once, after a second look at the same sample with the
-comparison: every step until the next sample would be harmed. With a fallback a linear then moves, and one that is at
-fault in the scheme that it was moved to goes on in bf16; collapsed routers get a load-balancing loss. What has been
-warned of, for how many samples a linear has been at fault, and what was done, is read from the lines of health.jsonl
-when a run resumes: there is no other state. Rank 0 decides, and samples alone where no other rank is needed for it
-(`ranks.py`); who runs in which scheme is agreed on by all ranks and part of every checkpoint.
+A fault counts from the second sample in a row on (under delayed scaling the fourth): by then other schemes have been
+compared on the linear, so that the warning can name one. One that ruins a product counts at once, after a second look
+at the same sample with the comparison: every step until the next sample would be harmed. With a fallback a linear then
+moves, and one that is at fault in the scheme that it was moved to goes on in bf16; collapsed routers get a
+load-balancing loss. What has been warned of, for how many samples a linear has been at fault, and what was done, is
+read from the lines of health.jsonl when a run resumes: there is no other state. Rank 0 decides, and samples alone where
+no other rank is needed for it (`ranks.py`); who runs in which scheme is agreed on by all ranks and part of every
+checkpoint.
 """
 
 import gc
@@ -37,8 +38,6 @@ from qtrain.train.step.forward import Forward
 
 log = logging.getLogger("qtrain")
 
-CONFIRMED = 2
-"""Samples in a row after which a fault is one."""
 SAID = 8
 """Warnings of one sample in the log; health.jsonl has all."""
 INTERVAL, SHARE = 200, 0.01
@@ -186,8 +185,8 @@ class HealthMonitor:
             fault = self._faults.setdefault(name, _Fault(step))
             fault.samples += 1
             new = [cause for cause in causes if (name, cause) not in self._warned]
-            # A delayed scale follows a tensor that grows in so many steps.
-            if (fault.samples < CONFIRMED and not judged.severe) or step - fault.since < judged.steps:
+            # A delayed scale follows a tensor that grows in so many steps, the first and the present one among them.
+            if (fault.samples < judged.samples and not judged.severe) or step - fault.since + 1 < judged.steps:
                 continue
             if judged.remedy is not None and self._fallback and (fault.samples >= self._fallback or judged.severe):
                 moves[name] = judged.remedy
@@ -222,22 +221,29 @@ class HealthMonitor:
 
     def _replay(self, lines: Sequence[dict[str, Any]]) -> None:
         """Take up the faults and warnings of an earlier process from its lines."""
-        for line in lines:
+        for line in filter(_is_ours, lines):
             if "warning" in line:
                 self._remember(line)
             elif line.get("over"):
                 self._faults.setdefault(line["linear"], _Fault(line["step"])).samples += 1
             else:
-                self._faults.pop(line.get("linear", ""), None)
+                self._faults.pop(line["linear"], None)
 
     def _remember(self, warning: dict[str, Any]) -> None:
-        name: Any = warning.get("linear")
+        name: str = warning["linear"]
         self._warned |= {(name, cause) for cause in warning.get("causes", ())}
         self._balance = warning.get("balance_loss", self._balance)
         if "moved_to" in warning:  # in another scheme, it begins anew
             self._moved[name] = warning["moved_to"]
             self._faults.pop(name, None)
             self._warned = {pair for pair in self._warned if pair[0] != name}
+
+
+def _is_ours(line: dict[str, Any]) -> bool:
+    """Whether a line has what `_report` writes: someone may have edited the file."""
+    causes, balance = line.get("causes", []), line.get("balance_loss", 0.0)
+    texts = [line.get("linear"), *causes] if isinstance(causes, list) else [None]
+    return all(isinstance(text, str) for text in texts) and isinstance(balance, int | float)
 
 
 def _compact(row: Row) -> Row:

@@ -75,6 +75,28 @@ def test_a_fault_is_named_within_20_steps(fault):
     assert f"health      {found}\n" in (folder / "train.log").read_text(), "in one line"
 
 
+@pytest.mark.parametrize("fault", ["grows", "heavy batches"])
+def test_delayed_scales_that_stay_too_old_are_named_and_single_batches_are_not(monkeypatch, fault):
+    size, before_step = torch.tensor(10.0), HealthMonitor.before_step
+
+    def grow(self: HealthMonitor, batches: Any, step: int) -> None:
+        if fault == "grows":
+            size.mul_(2.0)
+        else:  # in two samples in a row, and what the scale remembers is forgotten between
+            size.fill_(1000.0 if step in (10, 15) else 10.0)
+        before_step(self, batches, step)
+
+    monkeypatch.setattr(HealthMonitor, "before_step", grow)
+    options = {"scaling": "delayed", "history": 16 if fault == "grows" else 2}
+    with outlier_channel(size=size):
+        folder = run("faulty", quantize="fp8_tensorwise", quantize_kwargs=options)
+    if fault == "grows":
+        told = [row for row in warnings(folder) if row["linear"] == "layers.1.attn.qkv"]
+        assert [row["step"] for row in told] == [20] and " since step 5; " in told[0]["warning"]
+    else:
+        assert not warnings(folder)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "fp8_tensorwise", "fp8_blockwise", "bitnet", "nvfp4", "mxfp8", "qat"])
 def test_a_run_without_a_fault_warns_of_nothing(scheme):
     kwargs = {"quantize_kwargs": {"scaling": "delayed"}} if scheme == "fp8_tensorwise" else {}

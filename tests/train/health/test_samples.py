@@ -145,6 +145,29 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one():
     assert (cut / "health.jsonl").read_text() == (whole / "health.jsonl").read_text()
 
 
+DAMAGED = [
+    '{"step": 1, "over": ["x"]}', '{"step": 1, "linear": ["a"], "over": ["x"]}', '{"step": 1, "linear": 7, "over": 3}',
+    '{"step": 1, "linear": ["a"]}', '{"step": 1, "warning": 3}', '{"step": 1, "warning": "w", "linear": {}}',
+    '{"step": 1, "warning": "w", "linear": "a", "causes": 7}', '{"step": 1, "warning": "w", "causes": [["x"]]}',
+    '{"step": 1, "warning": "w", "linear": ["a"], "moved_to": "int8"}', '{"step": 1, "warning": "w", "moved_to": 7}',
+    '{"step": 1, "warning": "w", "linear": "a", "balance_loss": "much"}', '{"step": 1, "linear": null}',
+    '{"step": 1, "warning": "w", "linear": "a", "balance_loss": [1]}', '{"step": 1, "epoch": 2}', "step,linear", "[1]",
+    '{"step": 1, "linear": "lm_h',
+]  # fmt: skip
+"""Lines of health.jsonl that were edited, damaged, or are of another tool."""
+
+
+def test_a_run_resumes_whatever_health_jsonl_holds():
+    settings = {"quantize": "int8", "health": 2, "ckpt_interval": 4, "health_fallback": 2}
+    settings["lr_schedule_kwargs"] = {"warmup": 0, "decay": 0}  # the same of any number of steps
+    whole = run("whole", **settings, n_steps=8)
+    cut = run("cut", **settings, n_steps=4)
+    with (cut / "health.jsonl").open("a") as file:
+        file.write("\n".join(DAMAGED))
+    again = run("cut", **settings, n_steps=8, resume=str(cut))
+    assert [row for row in rows(again) if row["step"] > 4] == [row for row in rows(whole) if row["step"] > 4]
+
+
 def test_experts_load_and_drift_of_the_routing():
     folder = run("experts", shape=WIDE, quantize="int8", health=3)
     routers = [row for row in rows(folder) if "experts" in row]

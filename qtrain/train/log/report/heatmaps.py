@@ -18,10 +18,10 @@ Badness = Literal["high", "low", "far from 1"]
 
 TENSORS = {"x": "input x", "w": "weight w", "dy": "gradient dy"}
 MEASURES: dict[str, tuple[str, Badness]] = {
+    "error": ("relative error of the codes", "high"),
     "saturated": ("share saturated", "high"),
     "flushed": ("share flushed to zero", "high"),
     "flushed_sum": ("share of the sum of magnitudes flushed to zero", "high"),
-    "error": ("relative error of the codes", "high"),
     "crest": ("crest factor", "high"),
     "amax": ("amax", "high"),
 }

@@ -34,9 +34,9 @@ async function start() {
     if (store("x") === input.value) input.checked = true;
     input.addEventListener("change", () => { store("x", input.value); showMode(input.value); });
   });
-  each("input[name=loss]", (input) => {
-    if (store("loss") === input.value) input.checked = true;
-    input.addEventListener("change", () => { store("loss", input.value); showLoss(input.value); });
+  each("input[name=y]", (input) => {
+    if (store("y") === input.value) input.checked = true;
+    input.addEventListener("change", () => { store("y", input.value); showScale(input.value); });
   });
   each("button[data-curve]", (button) => button.addEventListener("click", () => toggle(button)));
   each("#reset", (button) => button.addEventListener("click", () => showMode(checked("x"))));
@@ -46,7 +46,7 @@ async function start() {
   each("#print", (button) => button.addEventListener("click", printPage));
   theme(dark.matches);
   showMode(checked("x"));
-  showLoss(checked("loss"));
+  showScale(checked("y"));
   if (document_) await drawAll(document_);
   if (root.dataset.live) setTimeout(poll, 3000);
   root.dataset.ready = "yes";
@@ -113,7 +113,8 @@ function drawChart(chart) {
   return (chart.log ? ["linear", "log"] : ["linear"]).map((scale) => {
     const plot = emptyFigure(`${chart.key}-${scale}`, scale, 250), [low, high] = chart.range;
     if (scale === "log") plot.setv({y_range: new Bokeh.Range1d({start: low / 1.02, end: high * 1.02}), visible: false});
-    else if (chart.focus) plot.setv({y_range: new Bokeh.Range1d({start: chart.focus[0], end: chart.focus[1]}), tags: [chart.focus, chart.range]});
+    else if (chart.focus) plot.y_range = new Bokeh.Range1d({start: chart.focus[0], end: chart.focus[1]});
+    plot.tags = [chart];
     if (scale === "linear") plot.yaxes[0].formatter = high >= 1e4
       ? new Bokeh.CustomJSTickFormatter({code: SUFFIX}) : new Bokeh.BasicTickFormatter({power_limit_low: -4});
     const hovered = [];
@@ -169,14 +170,14 @@ function showMode(mode) {
   range.setv({start: low - margin, end: high + margin});
 }
 
-function showLoss(scale) {
+// focus: the main part of charts that have one; linear: all; log: the logarithm of those that have it, all of others.
+function showScale(scale) {
   for (const plot of figures) {
-    const found = /^loss-(linear|log)$/.exec(plot.name || "");
-    if (!found || !scale) continue;
-    plot.visible = (scale === "log") === (found[1] === "log");
-    if (found[1] === "linear" && plot.tags.length) {
-      const [focus, all] = plot.tags;
-      const [low, high] = scale === "focus" ? focus : all;
+    const [chart] = plot.tags;
+    if (!chart || !scale) continue; // a heat map
+    if (chart.log) plot.visible = plot.name === `${chart.key}-${scale === "log" ? "log" : "linear"}`;
+    if (chart.focus && plot.name.endsWith("-linear")) {
+      const [low, high] = scale === "focus" ? chart.focus : chart.range;
       plot.y_range.setv({start: low, end: high});
     }
   }
@@ -263,7 +264,8 @@ function heatMap(element) {
     return `rgb(${mixed})`;
   }
 
-  // Bright is bad. Values that spread over more than a factor of 20 are colored by their logarithm.
+  // Bright is bad. Values that spread over more than a factor of 20 are colored by their logarithm; those that are
+  // within a factor of 2 are all dark: their differences are no finding.
   function shades(values, bad) {
     const known = Array.from(values).filter(isFinite);
     const away = bad === "low" ? (v) => 1 - v : bad === "high" ? (v) => v : (v) => Math.abs(v - 1);
@@ -272,10 +274,11 @@ function heatMap(element) {
     const least = positive.length ? Math.max(positive.reduce((a, b) => Math.min(a, b)), top * 1e-5) : top || 1;
     const isLog = top / least > 20, bottom = isLog ? Math.log10(least) : all.length ? all.reduce((a, b) => Math.min(a, b)) : 0;
     const scaled = (v) => isLog ? Math.log10(Math.max(away(v), least)) : away(v);
-    const end = isLog ? Math.log10(top) : top;
+    const end = isLog ? Math.log10(top) : Math.max(top, 2 * bottom);
     const ordered = known.slice().sort((a, b) => away(a) - away(b));
     low.textContent = ordered.length ? number(ordered[0]) : "no values";
-    high.textContent = ordered.length ? number(ordered[ordered.length - 1]) + (isLog ? " (log)" : "") : "";
+    const worst = isLog || end === top ? ordered[ordered.length - 1] : bad === "low" ? 1 - end : bad === "high" ? end : 1 + end;
+    high.textContent = ordered.length ? number(worst) + (isLog ? " (log)" : "") : "";
     return Array.from(values, (v) => isFinite(v) ? (end > bottom ? (scaled(v) - bottom) / (end - bottom) : 0) : NaN);
   }
 

@@ -59,8 +59,7 @@ def page(
     curves = "".join(map(_chart, charts))
     tables = "".join(section(heat.key, heat.title, _heat_map(heat), extra) for heat, extra in heat_maps)
     labels = {name: MODES[name] for name in modes} | ({"tokens": counted} if "tokens" in modes else {})
-    loss = next((chart for chart in charts if chart.key == "loss"), None)
-    controls = _controls(labels, mode, loss, live is not None) if modes else ""
+    controls = _controls(labels, mode, charts, live is not None) if modes else ""
     # Only a served page asks for the data's version; a file on disk requests nothing.
     policy = POLICY + ("; connect-src 'self'" if live is not None else "")
     attribute = f' data-live="{escaped(live)}"' if live is not None else ""
@@ -118,11 +117,12 @@ def _radios(name: str, title: str, choices: Sequence[tuple[str, str]], first: st
     return f"<fieldset><legend>{title}</legend>{inputs}</fieldset>"
 
 
-def _controls(labels: Mapping[str, str], mode: str, loss: Chart | None, live: bool) -> str:
+def _controls(labels: Mapping[str, str], mode: str, charts: Sequence[Chart], live: bool) -> str:
     parts = [_radios("x", "x axis", list(labels.items()), mode)]
-    if loss is not None:
-        choices = [("focus", "main part")] * (loss.focus is not None) + [("linear", "all"), ("log", "log")]
-        parts.append(_radios("loss", "loss", choices, choices[0][0]))
+    has_focus, has_log = any(chart.focus for chart in charts), any(chart.is_log for chart in charts)
+    if has_focus or has_log:
+        choices = [("focus", "main part")] * has_focus + [("linear", "all")] + [("log", "log")] * has_log
+        parts.append(_radios("y", "y axis", choices, choices[0][0]))
     parts.append('<button type="button" id="reset">reset zoom</button><button type="button" id="print">print</button>')
     parts.append('<span class="soft" id="live" role="status"></span>' if live else "")
     return f'<form class="controls" aria-label="axes" onsubmit="return false">{"".join(parts)}</form>'

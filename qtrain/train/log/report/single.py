@@ -88,17 +88,22 @@ def smoothing_note(curve: Curve | None) -> str:
 
 
 def focus_of(*curves: Curve | None) -> tuple[float, float] | None:
-    """The y range of what follows the first 3% of the steps, whose losses would flatten the rest; None: it is all."""
+    """The y range of what follows the first 3% of the steps, but for spikes: both would flatten the rest. None: it is
+    all."""
     known = [curve for curve in curves if curve is not None]
     if not known or max(map(len, known)) < 50:
         return None
     end = max(curve.x["steps"][-1] for curve in known)
     late = np.concatenate([curve.y[curve.x["steps"] >= 0.03 * end] for curve in known])
     every = np.concatenate([curve.y for curve in known])
-    if not len(late) or every.max() - late.min() < 1.5 * (late.max() - late.min()):
+    if not len(late):
         return None
-    margin = 0.04 * (late.max() - late.min()) or 0.5
-    return float(late.min() - margin), float(late.max() + margin)
+    median, usual = np.quantile(late, (0.5, 0.99))
+    low, high = float(late.min()), float(min(late.max(), usual + 0.5 * (usual - median)))  # of noise to 3.5 sigma
+    if every.max() - low < 1.5 * (high - low):
+        return None
+    margin = 0.04 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def _lines(run: RunRecords) -> Iterator[Chart]:
@@ -111,6 +116,7 @@ def _lines(run: RunRecords) -> Iterator[Chart]:
             unit,
             [Series(legend, curve, style) for legend, curve in curves if curve],
             throttling(run, name),
+            focus=focus_of(*(curve for _, curve in curves)) if name == "norm" else None,
         )
 
 

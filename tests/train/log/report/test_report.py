@@ -120,12 +120,23 @@ def test_a_smoothed_curve_is_the_mean_of_the_last_steps():
     assert smoothing_span(99) == 1 and smoothing_span(10**6) == 500
 
 
-def test_the_first_steps_do_not_set_the_range_of_the_loss():
+def test_first_steps_and_spikes_do_not_set_the_range_of_the_loss():
     steps = np.arange(1, 1001.0)
+    spike = Curve({"steps": steps}, np.where(steps == 500, 10.0, 3 - steps / 1000))
+    low, high = focus_of(spike, None)
+    assert 1.9 < low < 2.0 and 2.9 < high < 3.3
     curve = Curve({"steps": steps}, np.where(steps < 20, 10.0, 3 - steps / 1000))
     low, high = focus_of(curve, None)
     assert 1.9 < low < 2.0 and 2.9 < high < 3.1
     assert focus_of(Curve({"steps": steps}, 3 - steps / 1000), None) is None
+
+
+def test_the_y_axis_can_leave_out_the_spikes_of_any_chart(tmp_path):
+    lines = [{"step": n, "loss": 2.0 + n % 2, "grad_norm": 50.0 if n == 80 else 1.0 + n % 2} for n in range(1, 301)]
+    page = page_of(write_run(tmp_path / "run", lines, {}))
+    focus = {chart["key"]: chart["focus"] for chart in page.data["data"]}
+    assert focus["loss"] is None and focus["norm"][1] < 3
+    assert "y axis main part all log" in page.text
 
 
 def test_named_validation_sets_have_a_chart_and_figures(tmp_path):
