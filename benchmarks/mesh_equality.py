@@ -32,6 +32,7 @@ from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, r
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
+from qtrain.parallel.layers.context_parallel import ContextParallel
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -120,7 +121,8 @@ def prepared_on(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mes
     model_config, parts = source.model_config(), None
     if mesh.model_group is not None:
         parts = ModelParallel(model_config, mesh.model_group, experts_only=mesh.expert_mesh is not None)
-    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts)
+    context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
+    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts, context)
     return prepare(checked, architecture, data=())
 
 
@@ -156,6 +158,7 @@ def train(
         dp_replicate=mesh.replicate,
         dp_shard=mesh.shard,
         ep=1 if mesh.expert_mesh is None else mesh.expert_mesh.tp,
+        cp=mesh.cp,
         reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
         device="cuda" if device.type == "cuda" else "cpu",
@@ -168,7 +171,7 @@ def train(
     forward, found = language_forward(model, None), []
     sent.clear()
     for step in range(steps):
-        numbers = range(mesh.dp_rank, micro_batches, mesh.dp_size)
+        numbers = range(mesh.reader, micro_batches, mesh.readers)
         batches = [random_micro_batch(step, number) for number in numbers]
         gradients = compute_gradients(
             model, forward, quantized, batches, step, in_backward=in_backward, parallel=parallel

@@ -152,9 +152,11 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     )
 
 
-def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor | None) -> Operands:
+def operands_under_scale(
+    t: Tensor, request: OperandRequest, scale: Tensor | None, column_scale: Tensor | None = None
+) -> Operands:
     """Each operand from a read of its own. Where scales are tensorwise they are `scale`, fp32 [1]; finer ones are t's
-    own, and all are if it is None."""
+    own, and all are if it is None. column_scale: of t's columns, fp32 [K], in place of its own."""
     rows, columns = request.formats
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
 
@@ -168,7 +170,11 @@ def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor | Non
         return Operands(codes, codes.summed_over_rows())
     return Operands(
         quantize_rows(t, rows, rounding, power_of_two, given(rows)) if rows else t,
-        quantize_columns(t, columns, rounding, power_of_two, request.groups, given(columns)) if columns else t,
+        quantize_columns(
+            t, columns, rounding, power_of_two, request.groups, given(columns) if column_scale is None else column_scale
+        )
+        if columns
+        else t,
     )
 
 

@@ -133,7 +133,7 @@ class Plan:
         """The plan as text."""
         g, tokens = self.geometry, self.n_steps * self.tokens_per_step
         sequences = g.micro_batch_size * g.gradient_accumulation * g.world
-        unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.tp == 1 else f"groups of {g.tp} devices"
+        unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.group == 1 else f"groups of {g.group} devices"
         total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         count += f"{_billions(self.active)} of them active, " if self.active else ""
