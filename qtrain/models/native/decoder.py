@@ -229,15 +229,17 @@ class Decoder(nn.Module):
         """The stream [B, S, C] that leaves the last norm, and what each router returns. part: of its tokens."""
         batch, seq_len = input_ids.shape
         cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, input_ids.device)
+        # Positions and the mask are those of the whole sequence; of a part no other rows are read.
         if doc_ids is not None:
             positions = document_positions(doc_ids)
+            positions = positions if part is None else part.own(positions)
             cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
+        elif part is not None:
+            cos, sin = part.own(cos, 0), part.own(sin, 0)
         # [S, 1, D/2], of documents [B, S, 1, D/2]: the same for all heads.
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
-        # Positions and the mask are those of the whole sequence.
-        if part is not None:
-            input_ids, cos, sin = part.own(input_ids), part.own(cos, -3), part.own(sin, -3)
+        input_ids = input_ids if part is None else part.own(input_ids)
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence or part is not None)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
         for index, layer in enumerate(self.layers):

@@ -29,7 +29,7 @@ from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.tensor_roles import BOTH, NeedsOperand
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
@@ -171,6 +171,12 @@ class ContextExchange(ScaleExchange):
         if fmt is None or fmt.granularity != "tensorwise":
             return None
         return spanning_scale(t, fmt, self.group.all_reduce_max, request.scheme.power_of_two, request.delayed)
+
+
+def spanning_scales(scheme: LowBitScheme, name: TensorName) -> int:
+    """How often a `ContextExchange` reduces an absmax of the tensor `name`, for a product with it and its gradient."""
+    rows, columns = scheme.formats_of(name)
+    return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in (rows, columns)) + _by_column(columns)
 
 
 def _by_column(fmt: OperandFormat | None) -> bool:

@@ -263,7 +263,7 @@ def make_plan(
     by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
     peak, world = figures.memory_on(checked.mesh, checked.reshards), None
-    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
+    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // geometry.cp
     # Products of weights that are stored in low bits may all be in high precision.
     low_bit = float(any(linear.scheme and set(linear.scheme.gemm_dtypes().values()) - {"bf16"} for linear in linears))
     if settings.quantize_overrides and low_bit:
