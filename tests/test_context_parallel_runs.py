@@ -65,6 +65,12 @@ def assert_close(one: Path, other: Path, relative: float) -> None:
         assert (tensor - b[name]).norm() <= 100 * relative * tensor.norm(), name
 
 
+def assert_first_step(one: Path, other: Path) -> None:
+    """The loss and norm of the first step, whose codes are those of one process."""
+    (_, a, *_), (_, b, *_) = losses(one), losses(other)
+    assert a[:1] == b[:1] == (1,) and b[1:3] == pytest.approx(a[1:3], rel=1e-6), (a, b)
+
+
 def saved(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
     found = contents(folder / "checkpoints" / f"{step:08d}")
     return {name: tensor for name, tensor in found.items() if not name.startswith("rng.")}
@@ -102,7 +108,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES])
+SHORT = ("bf16, documents", "fp8_rowwise, fully sharded", "a mixture of experts with latent attention")
+
+
+@pytest.mark.parametrize("case", sampled([*CASES], lambda case: case not in SHORT))
 def test_ranks_that_share_sequences_train_as_one_process(server, case, tmp_path):
     world, relative, settings = CASES[case]
     settings = {**SETTINGS, "model": "heads.json", **settings}
@@ -111,6 +120,8 @@ def test_ranks_that_share_sequences_train_as_one_process(server, case, tmp_path)
     )
     many = run(server, world, tmp_path / "many", **settings, cp=2)
     assert_close(one, many, relative)
+    if settings.get("quantize") != "int8":  # which rounds gradients stochastically
+        assert_first_step(one, many)
     log = (many / "train.log").read_text()
     assert "; sequences over groups of 2" in log and "of activations" in log
 
@@ -136,17 +147,15 @@ def test_any_number_of_processes_gives_the_same_bits(server, case, tmp_path):
     assert_equal(two, four)
 
 
-def test_a_run_goes_on_with_another_cp(server, tmp_path):
+@pytest.mark.parametrize(("world", "cp"), sampled([(1, 1), (4, 4)], lambda world, _: world == 4))
+def test_a_run_goes_on_with_another_cp(server, world, cp, tmp_path):
     settings = {**SETTINGS, "model": "heads.json", "quantize": "fp8_rowwise"}
     one = run(server, 1, tmp_path / "one", **settings)
     many = run(server, 2, tmp_path / "many", **settings, cp=2)
-    for world, cp in ((1, 1), (4, 4)):
-        shutil.rmtree(many / "checkpoints/00000004")
-        done = server.run_ranks(
-            world, "llm_pretrain", flags(**settings, cp=cp, runs_dir=tmp_path / "many", resume=many)
-        )
-        assert {outcome.code for outcome in done} == {0} and "resumed at step 2" in done[0].out, done[0].err
-        assert_close(one, many, 5e-3)
+    shutil.rmtree(many / "checkpoints/00000004")
+    done = server.run_ranks(world, "llm_pretrain", flags(**settings, cp=cp, runs_dir=tmp_path / "many", resume=many))
+    assert {outcome.code for outcome in done} == {0} and "resumed at step 2" in done[0].out, done[0].err
+    assert_close(one, many, 5e-3)
 
 
 FINETUNED = {
@@ -156,7 +165,7 @@ FINETUNED = {
 }
 
 
-@pytest.mark.parametrize("case", sampled([*FINETUNED], lambda case: case != "LoRA in fp8_tensorwise"))
+@pytest.mark.parametrize("case", sampled([*FINETUNED], lambda _: True))
 def test_ranks_that_share_examples_fine_tune_as_one_process(server, case, tmp_path):
     settings = {**FINETUNE, "model": "heads.json", "optim": "adamw", **FINETUNED[case]}
     one = run(server, 1, tmp_path / "one", "llm_finetune", **{k: v for k, v in settings.items() if k not in FULLY})
@@ -164,6 +173,7 @@ def test_ranks_that_share_examples_fine_tune_as_one_process(server, case, tmp_pa
     assert_close(one, many, 1e-5 if "quantize" not in settings else 1e-2)
 
 
+@pytest.mark.sweep
 def test_updates_within_the_backward_pass_and_changes_of_schemes(server, tmp_path):
     settings = {**SETTINGS, "model": "heads.json", "deterministic": False, "batch_size": 2, "clip_grad_norm": 0}
     settings |= {"quantize_schedule": '[[0,"fp8_rowwise"],[2,"fp8_tensorwise"]]'}

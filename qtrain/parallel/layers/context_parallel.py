@@ -164,7 +164,8 @@ class CPLatentAttention(MultiHeadLatentAttention):
 
 
 class CPMoE(MoE):
-    """A mixture of which each rank routes and computes its own tokens; the routers' losses are those of all tokens."""
+    """A mixture of which each rank routes and computes its own tokens. The routers' losses are its terms of all
+    tokens'."""
 
     def __init__(self, mixture: MoE, group: RankGroup):
         become(self, mixture)
@@ -175,5 +176,10 @@ class CPMoE(MoE):
         if not info.sharded:
             return super().statistics(routing, info)
         load = tokens_per_expert(routing.experts, self.router.moe.experts)
-        every = TokenSum(self.group.all_reduce, info.batch * info.seq_len)
-        return load, self.losses.of(routing, self.group.all_reduce_no_grad(load), every)
+        terms = TokenSum(_own_term, info.batch * info.seq_len)
+        every = self.group.all_reduce_no_grad(load) if self.losses.balance else load
+        return load, self.losses.of(routing, every, terms)
+
+
+def _own_term(t: Tensor) -> Tensor:
+    return t

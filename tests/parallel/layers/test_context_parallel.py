@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RankGroup
 from qtrain.core.errors import UserError
-from qtrain.models import Decoder, ModelConfig, ModelSource
+from qtrain.models import RECOMPUTE_SETS, Decoder, ModelConfig, ModelSource, apply_recompute, compile_layers
 from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
 from qtrain.parallel.layers.context_parallel import ContextParallel, check_context, exchanged_width
 from qtrain.parallel.layers.exchange import ContextExchange
 from qtrain.parallel.mesh import check_readers, make_mesh, planned_mesh
-from qtrain.quant import SCHEMES
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.quant import SCHEMES, quantize_linears, reassign
 from qtrain.quant.execute import OperandRequest, quantize_operands
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.tensor_roles import DelayedScale
+from qtrain.quant.tensor_roles import BOTH, DelayedScale
 from qtrain.tensors.quantized_tensor import QuantizedTensor
-from tests.cases import matrix
+from tests.cases import matrix, sampled
 from tests.models.families import DOC_IDS, FAMILIES, MIXTURES, batch, drawn, source_of
 from tests.worlds import run_ranks
 
@@ -80,18 +81,20 @@ def _losses_and_gradients(model: Decoder) -> tuple[list[float], dict[str, Tensor
     sums.loss.backward()
     with torch.no_grad():
         evaluated = [float(model(ids[:, :n], labels[:, :n], DOC_IDS[:, :n]).nll) for n in (24, 23)]
-    return [float(sums.nll), *evaluated], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return [float(sums.nll), float(sums.loss), *evaluated], {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def _models_of_ranks(names: list[str]) -> dict[str, tuple[list[float], dict[str, float]]]:
-    """Of each model: the error of the nll over all ranks, and of evaluated ones; those of the sums of gradients."""
+    """Of each model: errors of nll and loss over all ranks, and of evaluated ones; those of the sums of gradients."""
     mesh, found = make_mesh(0, 0, "cpu", cp=torch.distributed.get_world_size()), {}
     for name in names:
         one = drawn(source_of(name), seed=1)
         expected, gradients = _losses_and_gradients(one)
         model = drawn(source_of(name), seed=1, place=ContextParallel(mesh.cp_group).place)
-        (nll, *evaluated), terms = _losses_and_gradients(model)
-        total, errors = torch.tensor(nll, dtype=torch.float64), {}
+        (*own, full, odd), terms = _losses_and_gradients(model)
+        total, errors = torch.tensor(own, dtype=torch.float64), {}
         torch.distributed.all_reduce(total)
         assert terms.keys() == gradients.keys()
         for parameter, gradient in gradients.items():
@@ -101,7 +104,7 @@ def _models_of_ranks(names: list[str]) -> dict[str, tuple[list[float], dict[str,
             load = model.expert_load.step
             torch.distributed.all_reduce(load)  # as `ExpertBalance` does
             errors["load"] = float((load != one.expert_load.step).sum())
-        found[name] = [a / b - 1 for a, b in zip((float(total), *evaluated), expected, strict=True)], errors
+        found[name] = [a / b - 1 for a, b in zip((*total.tolist(), full, odd), expected, strict=True)], errors
     return found
 
 
@@ -115,6 +118,30 @@ def test_every_model_has_the_loss_and_gradients_of_one_process(ranks):
             assert max(map(abs, losses)) <= 1e-6, (name, losses)
             worst = max(errors, key=errors.__getitem__)
             assert errors[worst] <= 1e-5, (name, worst, errors[worst])
+
+
+def _compiled_ranks(scheme: str, kinds: str) -> tuple[list[float], float]:
+    """Losses of an eager and of a compiled step of this rank, and the error of the compiled gradients."""
+    mesh, losses, gradients = make_mesh(0, 0, "cpu", cp=2), [], []
+    context = ContextParallel(mesh.cp_group)
+    for compiled in (False, True):
+        model = drawn(source_of("qwen3", num_hidden_layers=1), seed=1, place=context.place)
+        made = SCHEMES.make(scheme, {}, "--quantize")
+        quantize_linears(model, made, seed=0, head=model.lm_head, shared=context.shared_linear)
+        apply_recompute(model, RECOMPUTE_SETS[kinds])
+        if compiled:
+            compile_layers(model)
+        found, terms = _losses_and_gradients(model)
+        losses.append(found[0])
+        gradients.append(torch.cat([t.flatten() for t in terms.values()]))
+    return losses, float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("scheme", "kinds"), sampled([("fp8_tensorwise", "selective")], lambda *_: True))
+def test_compiled_layers_exchange_as_eager_ones_do(scheme, kinds):
+    for (eager, compiled), error in run_ranks(2, _compiled_ranks, scheme, kinds):
+        assert compiled == pytest.approx(eager, rel=1e-4) and error <= 1e-2
 
 
 # ---- codes of one process --------------------------------------------------------------------------------------------
@@ -178,6 +205,22 @@ def _outliers(tensor: str) -> Tensor:
 def test_codes_are_those_of_one_process():
     for found in run_ranks(2, _codes_of_ranks):
         assert found == {name: [] for name in SPANNING}
+
+
+def test_linears_of_layers_exchange_scales():
+    """In whatever scheme they run; experts and the head scale what they have."""
+    context = ContextParallel(RankGroup("planned", 2, 0))
+    model = drawn(source_of("qwen2_moe"), place=context.place)
+    made = SCHEMES.make("fp8_tensorwise", {}, "--quantize")
+    how = {"seed": 0, "head": model.lm_head, "quantize_head": True, "shared": context.shared_linear}
+    quantized = quantize_linears(model, made, **how)
+    reassign(model, quantized, {"layers.0.attn.qkv": SCHEMES.make("int8", {}, "--quantize")})
+    for name, linear in quantized.by_name().items():
+        assert (linear.exchange is None) == (name == "lm_head" or ".experts." in name), name
+        arguments = linear.arguments()
+        assert arguments.exchange is linear.exchange and arguments.request("dy", BOTH).exchanges == bool(
+            linear.exchange
+        )
 
 
 def _gradients_of_ranks() -> dict[str, tuple[float, float]]:
@@ -248,6 +291,28 @@ def test_a_mesh_knows_who_reads_what():
 def _place_of_rank() -> tuple[int, ...]:
     mesh = make_mesh(0, 2, "cpu", cp=2)
     return mesh.dp_size, mesh.readers, mesh.reader, mesh.cp_rank
+
+
+def _micro_steps_of_rank(cp: int) -> tuple[list[int], int]:
+    """Numbers that key the random bits of two micro-batches, and those of the weights after the step."""
+    model, found = drawn(source_of("llama3")), []
+    quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize"), seed=0, head=model.lm_head)
+    parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu", cp=cp))
+    parallel.begin_step(3, 2)
+    for index in range(2):
+        parallel.begin_micro_batch(index)
+        found.append(int(quantized.keys[0, 1]))
+    parallel.refresh()
+    return found, int(quantized.keys[0, 1])
+
+
+def test_each_part_draws_bits_of_its_own_and_weights_those_of_one_process():
+    found = run_ranks(4, _micro_steps_of_rank, 2)
+    numbers = sorted(number for own, _ in found for number in own)
+    assert numbers == list(range(2 * 12, 2 * 16))  # of micro-batches 12 to 15, for each of two parts
+    assert (
+        {weights for _, weights in found} == {weights for _, weights in run_ranks(2, _micro_steps_of_rank, 1)} == {15}
+    )
 
 
 def test_elements_of_a_token_that_are_exchanged():
