@@ -186,7 +186,8 @@ def _by_column(fmt: OperandFormat | None) -> bool:
 
 def _column_scale(t: Tensor, columns: OperandFormat, power_of_two: bool, group: RankGroup) -> Tensor:
     """fp32 [K]: a column's scale covers the tokens of all ranks."""
-    amax = group.all_reduce_max(t.abs().amax(dim=0).float())
+    amax = torch.linalg.vector_norm(t, torch.inf, dim=0, dtype=torch.float32)  # one read, no copy of |t|
+    amax = group.all_reduce_max(amax.abs())  # a NaN may have a sign
     return scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
 
 
