@@ -5,8 +5,12 @@ micro-batches a step, and compares losses, gradient norms, weights, low-bit code
 --deterministic, losses within a relative 1e-3 without (1e-5 with --dtype fp32 and nothing quantized). The vocabulary is
 odd, and quantization blocks cross the shards' borders.
 
+With --cp N the first mesh of N processes or more is compared with one process as without --deterministic, and the other
+meshes with that one: the ranks that share a micro-batch's sequences each add the gradients of their tokens.
+
     python -m benchmarks.mesh_equality                                      on the CPU, the whole matrix
     python -m benchmarks.mesh_equality --full_shard                         layers gathered when they run
+    python -m benchmarks.mesh_equality --cp 2                               two ranks share every sequence
     python -m benchmarks.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
     python -m benchmarks.mesh_equality --device cuda --share_gpu            all processes on one GPU
 """
@@ -32,6 +36,7 @@ from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, r
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
+from qtrain.parallel.layers.context_parallel import ContextParallel
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -120,7 +125,8 @@ def prepared_on(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mes
     model_config, parts = source.model_config(), None
     if mesh.model_group is not None:
         parts = ModelParallel(model_config, mesh.model_group, experts_only=mesh.expert_mesh is not None)
-    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts)
+    context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
+    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts, context)
     return prepare(checked, architecture, data=())
 
 
@@ -156,6 +162,7 @@ def train(
         dp_replicate=mesh.replicate,
         dp_shard=mesh.shard,
         ep=1 if mesh.expert_mesh is None else mesh.expert_mesh.tp,
+        cp=mesh.cp,
         reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
         device="cuda" if device.type == "cuda" else "cpu",
@@ -168,7 +175,7 @@ def train(
     forward, found = language_forward(model, None), []
     sent.clear()
     for step in range(steps):
-        numbers = range(mesh.dp_rank, micro_batches, mesh.dp_size)
+        numbers = range(mesh.reader, micro_batches, mesh.readers)
         batches = [random_micro_batch(step, number) for number in numbers]
         gradients = compute_gradients(
             model, forward, quantized, batches, step, in_backward=in_backward, parallel=parallel
@@ -287,8 +294,8 @@ def work(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
     join_world(device)
     replicate, shard = map(int, arguments.work.split("x"))
-    ep = arguments.ep if replicate * shard > 1 else 1
-    mesh, results = make_mesh(replicate, shard, device.type, ep=ep), {}
+    ep, cp = (arguments.ep, arguments.cp) if replicate * shard > 1 else (1, 1)
+    mesh, results = make_mesh(replicate, shard, device.type, ep=ep, cp=cp), {}
     for scheme in arguments.schemes:
         for optimizer in arguments.optimizers:
             results[f"{scheme} | {optimizer}"] = train(
@@ -319,6 +326,7 @@ def main() -> int:
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
     parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, with --device cuda")
     parser.add_argument("--ep", type=int, default=1, help="EP degree, of a small MoE")
+    parser.add_argument("--cp", type=int, default=1, help="CP degree; meshes that it does not divide are left out")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -336,6 +344,8 @@ def compare(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for mesh in dict.fromkeys(("1x1", *arguments.meshes)):
             replicate, shard = map(int, mesh.split("x"))
+            if mesh != "1x1" and replicate * shard % arguments.cp:
+                continue
             out, started = Path(folder) / f"{mesh}.json", time.monotonic()
             command = [sys.executable, "-m", "benchmarks.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
             code = run_processes(replicate * shard, list(map(str, command)))
@@ -349,16 +359,20 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def print_table(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace) -> int:
     one, failures = results["1x1"], 0
+    # With --cp the reference of all other meshes.
+    first = next((mesh for mesh in results if mesh != "1x1"), "") if arguments.cp > 1 else ""
     print(f"{'scheme | optimizer':44}" + "".join(f"{mesh:>8}" for mesh in results if mesh != "1x1"))
     notes = []
     for case in one:
         scheme, optimizer = case.split(" | ")
-        close = promised(scheme, optimizer, arguments.dtype) if arguments.not_deterministic else None
         line = f"{case:44}"
         for mesh, found in results.items():
             if mesh != "1x1":
-                odd = differences(one[case], found[case], close) if case in found else "not run"
-                line += f"{'DIFFERS' if odd else 'equal':>8}"
+                in_order = not arguments.not_deterministic and mesh != first
+                close = None if in_order else promised(scheme, optimizer, arguments.dtype)
+                reference = one if mesh == first or not first else results[first]
+                odd = differences(reference[case], found[case], close) if case in found else "not run"
+                line += f"{'DIFFERS' if odd else 'equal' if in_order else 'close':>8}"
                 notes += [f"{case} on {mesh}: {odd}"] if odd else []
                 failures += bool(odd)
         print(line)

@@ -96,7 +96,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     graphs = step_graphs(run, forward)
     in_backward = OptimizerInBackward(run.optimizer, run.parallel) if settings.optimizer_in_backward else None
     # Ranks train on different tokens, as in a run: an MoE's routing depends on them.
-    generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.dp_rank)
+    generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.reader)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
         batches = [

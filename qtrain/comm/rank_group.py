@@ -9,6 +9,7 @@ bytes by `kind`, in a compiled layer too, but not in the replay of a CUDA graph.
     copy                  x, which all ranks have -> x                        backward: all_reduce
     all_reduce            sum over the ranks -> all ranks                     backward: nothing
     all_reduce_with_grad  sum over the ranks, each of which reads it          backward: all_reduce
+    all_to_all            x[r] of this rank to rank r -> what each sent       backward: all_to_all
 """
 
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class RankGroup:
 
     def all_reduce_with_grad(self, x: Tensor) -> Tensor:
         return _Collective.apply(x, "sum", "sum", self.name, self.ranks)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return _Collective.apply(x, "all_to_all", "all_to_all", self.name, self.ranks)
 
     # ---- not differentiable ------------------------------------------------------------------------------------------
 
@@ -132,6 +136,19 @@ def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("qtrain::group_all_to_all", mutates_args=())
+def group_all_to_all(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    """x [ranks, ...], a message for each rank -> [ranks, ...], what each rank sent to this one."""
+    flat = x.contiguous().view(-1)
+    own = len(flat) // ranks
+    return exchange(flat, [own] * ranks, own, _GROUPS[group], kind).view(x.shape)
+
+
+@group_all_to_all.register_fake
+def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("qtrain::group_maximum", mutates_args=())
 def group_maximum(x: Tensor, group: str, ranks: int) -> Tensor:
     """The maximum over the ranks of values that are not negative: their bits order as they do, NaN above Inf."""
@@ -161,7 +178,7 @@ def _bytes(x: Tensor) -> Tensor:
 # ---- their gradients -------------------------------------------------------------------------------------------------
 
 
-_OPS = {"gather": group_gather, "scatter_sum": group_scatter_sum, "sum": group_sum}
+_OPS = {"gather": group_gather, "scatter_sum": group_scatter_sum, "sum": group_sum, "all_to_all": group_all_to_all}
 
 
 class _Collective(torch.autograd.Function):

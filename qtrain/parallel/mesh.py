@@ -9,6 +9,10 @@
 The first two are the data dimensions: `dp_rank` numbers the micro-batches that are read at once. A run without a
 launcher is a mesh of one rank and needs no process group.
 
+Context parallelism (CP) makes groups of consecutive data-parallel ranks, each of which computes a part of every
+sequence of one micro-batch: such a group is one `reader`. To gradients, ZeRO and full sharding its ranks are
+data-parallel ranks as all others.
+
 Expert parallelism (EP) is a second mesh of the data-parallel ranks, for the parameters of experts alone
 (`expert_mesh`): its `tp` ranks are consecutive, hold different experts and compute all of their micro-batches together.
 """
@@ -49,6 +53,9 @@ class Mesh:
     """The ranks that compute every layer together; None where one rank computes whole layers."""
     dp_group: dist.ProcessGroup | None = None
     """The ranks that read other micro-batches with the same part of every layer; None: all ranks."""
+    cp: int = 1
+    cp_group: RankGroup | MaybeNone = None
+    """The ranks that compute the same sequences, a part of each; None where one rank computes whole ones."""
     expert_mesh: "Mesh | MaybeNone" = None
     """Of the experts' parameters, with --ep; None: they are sharded as all others are."""
     machines: Machines | None = None
@@ -66,12 +73,27 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """How many micro-batches are read at once."""
+        """Ranks with gradients of their own."""
         return self.replicate * self.shard
 
     @property
+    def readers(self) -> int:
+        """How many micro-batches are read at once."""
+        return self.dp_size // self.cp
+
+    @property
+    def reader(self) -> int:
+        """The number of this rank's micro-batch among those that are read at once."""
+        return self.dp_rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        """The number of this rank's part of a sequence."""
+        return self.cp_group.rank if self.cp_group is not None else 0
+
+    @property
     def dp_rank(self) -> int:
-        """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
+        """replicate rank * shard + shard rank."""
         # Tensor ranks are neighbors: NVLink carries most bytes.
         return rank() // self.tp if self.device_mesh is not None else 0
 
@@ -103,6 +125,8 @@ class Mesh:
         kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
         if self.expert_mesh is not None:
             kind += f"; experts over groups of {self.expert_mesh.tp}, their states over {self.expert_mesh.shard}"
+        if self.cp > 1:
+            kind += f"; sequences over groups of {self.cp}"
         if self.machines is not None:
             kind += f"; {self.dp_size // self.machines.ranks} machines of {self.machines.ranks}"
         if self.tp == 1:
@@ -158,8 +182,20 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     return (replicate, shard // ep) if shard % ep == 0 else (world // ep, 1)
 
 
-def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
+def check_readers(replicate: int, shard: int, cp: int) -> None:
+    """UserError where groups of --cp `cp` neighbors do not make up replicate x shard ranks."""
+    world = replicate * shard
+    if world % cp:
+        raise UserError(
+            f"--cp: {cp} does not divide the {world} process{'es' * (world > 1)} of the run; allowed: "
+            f"{divisors(world)}."
+        )
+
+
+def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1, cp: int = 1) -> Mesh:
     """The mesh of the first rank, without any processes. UserError where --ep does not fit it."""
+    if cp > 1:
+        return Mesh(replicate, shard, cp=cp, cp_group=RankGroup("planned", cp, 0))
     if tp > 1:
         return Mesh(replicate, shard, tp=tp, tp_group=RankGroup("planned", tp, 0))
     if ep == 1:
@@ -167,23 +203,30 @@ def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
     return Mesh(replicate, shard, expert_mesh=Mesh(*expert_mesh_shape(replicate, shard, ep), tp=ep))
 
 
-def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
+def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1, cp: int = 1) -> Mesh:
     """The mesh of this run, once all ranks have theirs; the process group must exist where there are several."""
     replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
     if replicate * shard * tp == 1:
         return Mesh()
-    made = _with_parts(replicate, shard, tp, device_type) if tp > 1 else _of_data(replicate, shard, ep, device_type)
+    if tp > 1:
+        made = _with_parts(replicate, shard, tp, device_type)
+    else:
+        made = _of_data(replicate, shard, ep, cp, device_type)
     # A rank makes its groups without those that are not in them. One that then ended, as after a dry run, would take
     # the store and its connections from those that are still at theirs.
     all_gather(None)
     return made
 
 
-def _of_data(replicate: int, shard: int, ep: int, device_type: str) -> Mesh:
+def _of_data(replicate: int, shard: int, ep: int, cp: int, device_type: str) -> Mesh:
+    cp_group = None
+    if cp > 1:
+        groups = init_device_mesh(device_type, (replicate * shard // cp, cp), mesh_dim_names=("reader", "cp"))
+        cp_group = RankGroup.of(groups.get_group("cp"))
     expert_mesh = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
     device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     machines = _machines(replicate * shard, 1, device_type)
-    return Mesh(replicate, shard, device_mesh, expert_mesh=expert_mesh, machines=machines)
+    return Mesh(replicate, shard, device_mesh, cp=cp, cp_group=cp_group, expert_mesh=expert_mesh, machines=machines)
 
 
 def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:

@@ -152,11 +152,15 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     )
 
 
-def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor | None) -> Operands:
-    """Each operand from a read of its own. Where scales are tensorwise they are `scale`, fp32 [1]; finer ones are t's
-    own, and all are if it is None."""
+def operands_under_scale(
+    t: Tensor, request: OperandRequest, scale: Tensor | None, column_scale: Tensor | None = None
+) -> Operands:
+    """Where scales are tensorwise they are `scale`, fp32 [1]; finer ones are t's own, and all are if it is None.
+    column_scale: of t's columns, fp32 [K], in place of its own."""
     rows, columns = request.formats
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
+    if scale is not None and rows is not None and rows == columns and rows.granularity == "tensorwise":
+        return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups, scale=scale))
 
     def given(fmt: OperandFormat) -> Tensor | None:
         return scale if fmt.granularity == "tensorwise" else None
@@ -168,7 +172,11 @@ def operands_under_scale(t: Tensor, request: OperandRequest, scale: Tensor | Non
         return Operands(codes, codes.summed_over_rows())
     return Operands(
         quantize_rows(t, rows, rounding, power_of_two, given(rows)) if rows else t,
-        quantize_columns(t, columns, rounding, power_of_two, request.groups, given(columns)) if columns else t,
+        quantize_columns(
+            t, columns, rounding, power_of_two, request.groups, given(columns) if column_scale is None else column_scale
+        )
+        if columns
+        else t,
     )
 
 

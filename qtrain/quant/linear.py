@@ -122,6 +122,8 @@ class LowBitLinear(nn.Module):
         """Whether the weight comes and goes with its codes (full sharding): whoever brings it calls `refresh`."""
         self.weight_amax: WeightAmax | None = None
         """Left by the optimizer: of the weight, or of this process's rows of it with codes_only."""
+        self.exchange: Exchange | MaybeNone = None
+        """With processes that hold other tokens of the same micro-batch; None: there are none."""
         self.probe: Callable[[LinearArguments], LinearArguments] | None = None
         """What a health sample makes of the arguments of this linear (`health/probe.py`); None: it runs as it is."""
         self.in_high_precision = False
@@ -196,7 +198,9 @@ class LowBitLinear(nn.Module):
 
     def forward(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
         """y [..., N] of x [..., K]; with an exchange that of all processes' rows, [T, N]."""
-        arguments = self.arguments()._replace(exchange=exchange)
+        arguments = self.arguments()
+        if exchange is not None:
+            arguments = arguments._replace(exchange=exchange)
         # Grad mode is read here: inside of forward it is always off.
         y = LowBitLinearFunction.apply(
             x.reshape(-1, self.in_features), self.weight, self.bias, arguments, torch.is_grad_enabled()
@@ -215,7 +219,8 @@ class LowBitLinear(nn.Module):
         if self.scheme.amax_history:  # an evaluation records nothing
             x_scale = DelayedScale(self.x_scale, self.x_amax if self.training else None)
             dy_scale = DelayedScale(self.dy_scale, self.dy_amax if self.training else None)
-        arguments = LinearArguments(self.scheme, key, self.weight_codes.operands(), x_scale, dy_scale)
+        codes = self.weight_codes.operands()
+        arguments = LinearArguments(self.scheme, key, codes, x_scale, dy_scale, exchange=self.exchange)
         return arguments if self.probe is None else self.probe(arguments)
 
     def extra_repr(self) -> str:

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.delayed_scaling import AmaxHistory
+from qtrain.quant.execute import Exchange
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme_map import Spec
 from qtrain.quant.weight_codes import scales_by_amax
 
 
-class SharedWeight(NamedTuple):
-    """How a linear's weight is shared with other processes that hold other parts of it."""
+class SharedLinear(NamedTuple):
+    """How a linear is shared with other processes that hold other parts of its weight, or other tokens."""
 
-    first_number: int
+    first_number: int = 0
     """Added to the number of the linear in its Philox key: parts must not draw the same bits."""
-    reduce: Reduce
-    """Of statistics over those processes."""
+    reduce: Reduce | None = None
+    """Of statistics over those processes; None: each has the whole weight."""
+    exchange: Exchange | None = None
+    """For the scales of inputs and gradients; None: a call brings it, or there is none."""
 
 
 @dataclass
@@ -39,8 +42,8 @@ class QuantizedModel:
     """The key of each linear, by name: a row of `keys`."""
     left: dict[str, "weakref.ref[nn.Module]"] = field(default_factory=dict)
     """The linears and convolutions that are not swapped; not kept alive, for an export replaces them one by one."""
-    shared: Callable[[str], SharedWeight | None] = lambda name: None
-    """The linears of which other processes hold other parts, by name."""
+    shared: Callable[[str], SharedLinear | None] = lambda name: None
+    """The linears of which other processes hold other parts or tokens, by name."""
     one_weight_layout: bool = False
     """Whether one layout of weights' codes is kept, where the other follows from it."""
     amax: AmaxHistory | None = None

@@ -102,9 +102,11 @@ def quantize_dual_layout(
     power_of_two: bool,
     groups: BlockGroups | None = None,
     reuse: ReuseBuffers | None = None,
+    scale: Tensor | None = None,
 ) -> Pair:
     """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows; gathered rows
-    are then read from the matrix that they are gathered from. groups: as for `quantize_columns`."""
+    are then read from the matrix that they are gathered from. groups: as for `quantize_columns`. scale: of all of t,
+    fp32 [1], if it is given."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         t = in_memory(t)
         # Two reads: low-bit scales have no fused kernel.
@@ -119,8 +121,9 @@ def quantize_dual_layout(
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
     x, index = with_index(t)
-    codes, scale, codes_t, scale_t = quantize_dual(
-        x, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
+    codes, used, codes_t, used_t = quantize_dual(
+        x, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, scale, columns.fmt,
         *(groups or NO_GROUPS), *index,
     )  # fmt: skip
-    return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
+    used, used_t = (used, used_t) if scale is None else (scale, scale)
+    return QuantizedTensor(codes, used, rows), QuantizedTensor(codes_t, used_t, columns)

@@ -17,7 +17,7 @@ from qtrain.quant.attachments import carry_attachments, own_names
 from qtrain.quant.choices import NO_NAMES, LinearChoice, choose_linears, find_layers, shared_weights
 from qtrain.quant.conv2d import Convolution, LowBitConv2d
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.quantized_model import QuantizedModel, SharedWeight
+from qtrain.quant.quantized_model import QuantizedModel, SharedLinear
 from qtrain.quant.scheme import LowBitScheme, Scheme
 from qtrain.tensors.lazy import existing_codes, initial_value, is_lazy, make_lazy, materialize, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
@@ -43,7 +43,7 @@ def quantize_linears(
     min_size: int = 0,
     left: Mapping[str, str] = NO_NAMES,
     realize: bool = True,
-    shared: Callable[[str], SharedWeight | None] = lambda name: None,
+    shared: Callable[[str], SharedLinear | None] = lambda name: None,
     one_weight_layout: bool = False,
     forward_only: bool = False,
 ) -> QuantizedModel:
@@ -113,6 +113,8 @@ def swap(linear: nn.Linear | Convolution, choice: LinearChoice, quantized: Quant
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         kind: Any = LowBitConv2d if isinstance(linear, nn.Conv2d) else LowBitLinear
         swapped = kind(linear, scheme, key, None if part is None else part.reduce).train(linear.training)
+    if part is not None:
+        swapped.exchange = part.exchange
     carry_attachments(linear, swapped, own_names(linear))
     # The parameter of codes replaces the lazy one: it needs an initializer of its own.
     if (stored_format := scheme.stored_format) is not None and is_lazy(plain) and linear.weight is not plain:

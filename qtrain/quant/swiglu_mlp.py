@@ -199,6 +199,9 @@ def _rowwise(
 ) -> RowwiseMLP | None:
     if up.observe is not None or down.observe is not None:
         return None  # a health sample looks at each tensor with both of its operands
+    # No fused kernel knows scales of columns that other processes have rows of.
+    if down.request("x", needs_activation).exchanges or up.request("dy", needs_gradient).exchanges:
+        return None
     activation = rowwise_swiglu(down.scheme, "x", down.key, needs_activation)
     gradient = rowwise_swiglu(up.scheme, "dy", up.key, needs_gradient)
     return RowwiseMLP(activation, gradient) if activation and gradient else None
@@ -256,11 +259,12 @@ def swiglu_mlp(
 ) -> Tensor:
     """down(silu(gate) * up) of x [..., K] -> [..., N]; with an exchange of `gate_up` that of all processes' rows
     [T, N]."""
+    up = linear_arguments(gate_up)
     y = SwiGLUMLPFunction.apply(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,
-        linear_arguments(gate_up)._replace(exchange=exchange),
+        up if exchange is None else up._replace(exchange=exchange),
         linear_arguments(down),
         memory,
         torch.is_grad_enabled(),

@@ -104,7 +104,7 @@ def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch
 
 
 def shared_weights_of(model: torch.nn.Module) -> dict[str, Any]:
-    return {} if model.parts is None else {"shared": model.parts.shared_weight}
+    return {} if model.parts is None else {"shared": model.parts.shared_linear}
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:

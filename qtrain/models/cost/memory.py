@@ -45,6 +45,7 @@ from qtrain.models.cost.saved_activations import (
     LowBitBytes,
     layer_kinds,
     mlp_tensors,
+    repeated_kv_size,
     rows_per_token,
     saved_per_token,
 )
@@ -63,7 +64,8 @@ class StepShape:
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
     are in host memory between their passes; weights_on_host: weights are while what reads them does not run;
     gradients_on_host: so are the weights that train, and the sums of their gradients; mlp_chunks: of the tokens of
-    dense MLPs, with the kind `block`; 0: all at once; documents: positions restart within a sequence."""
+    dense MLPs, with the kind `block`; 0: all at once; documents: positions restart within a sequence;
+    sequence_parts: processes that compute a part of each sequence, and exchange the heads of attention."""
 
     micro_batch_size: int
     seq_len: int
@@ -78,10 +80,12 @@ class StepShape:
     gradients_on_host: bool = False
     mlp_chunks: int = 0
     documents: bool = False
+    sequence_parts: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        """Of this process."""
+        return self.micro_batch_size * self.seq_len // self.sequence_parts
 
     @property
     def mlp_rows(self) -> int:
@@ -213,7 +217,9 @@ def estimate_memory(
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
     def tensors(kind: LayerKind, kinds: Kinds) -> dict[str, float]:
-        saved = saved_per_token(config, kinds, step.compiled, step.element, kind.low_bit, kind.rows)
+        saved = saved_per_token(
+            config, kinds, step.compiled, step.element, kind.low_bit, kind.rows, step.sequence_parts
+        )
         return trained.kept(saved, step.element, kind.rows, kinds)
 
     def kept(kind: LayerKind, kinds: Kinds) -> float:
@@ -487,6 +493,8 @@ def _backward_bytes(
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
     input_widths = config.qkv_size if config.mla is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + input_widths * element
+    if step.sequence_parts > 1:  # their gradients by heads, put together as one message, and what is received
+        in_attention += 2 * (input_widths + 2 * repeated_kv_size(config, step.sequence_parts)) * element
     # Weights in the form that one product reads, while it runs.
     read = {name: weights * linear.temporary for name, _, weights, linear in low_bit.linears(config)}
     if step.mlp_chunks and not rows:

@@ -23,6 +23,9 @@ of kinds ["norm", "swiglu"] and ["block"]; other sets follow below:
 Low-bit linears keep codes instead of their X (`LinearBytes.kept_input`), and nothing of down's X where backward
 recomputes it (`LowBitBytes.down_input_recomputed`).
 
+Where several processes compute a part of each sequence (`StepShape.sequence_parts`), attention's output by heads is
+kept besides o_proj's X, QK-norm keeps v too, and key-value heads that are fewer than the processes are repeated.
+
 BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and the input of down's norm: on a GPU a
 compiler does not recompute the kernel that makes it.
 
@@ -177,9 +180,10 @@ def saved_per_token(
     element: int,
     low_bit: LowBitBytes | None = None,
     rows: float = 0.0,
+    sequence_parts: int = 1,
 ) -> dict[str, float]:
     """Bytes per token that one layer keeps for backward, by tensor: the tables above. kinds: what is recomputed.
-    low_bit: None for plain linears. rows: `LayerKind.rows`."""
+    low_bit: None for plain linears. rows: `LayerKind.rows`. sequence_parts: as of `StepShape`."""
     low_bit = low_bit or LowBitBytes.plain(element)
     kept: dict[str, float] = {"layer input": config.hidden_size * element}
     if "block" in kinds:
@@ -187,7 +191,7 @@ def saved_per_token(
     # Eager attention's region keeps o_proj's output, and the norm after it its input.
     twice = not compiled and "norm" not in kinds and bool(kinds & {"qkv", "attention"})
     kept["after attention"] = config.hidden_size * element * (1 + twice)
-    shape = LayerShape(config, kinds, compiled, element, low_bit)
+    shape = LayerShape(config, kinds, compiled, element, low_bit, sequence_parts)
     attention = _latent_attention if config.mla else _attention
     mlp = _mixture(shape, rows) if rows else _mlp(shape)
     return kept | attention(shape) | mlp
@@ -206,6 +210,12 @@ class LayerShape(NamedTuple):
     compiled: bool
     element: int
     low_bit: LowBitBytes
+    sequence_parts: int = 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether attention reads and writes whole heads, which are tensors of their own."""
+        return self.sequence_parts > 1
 
     def input_bytes(self, name: str) -> float:
         """Bytes per element of what is kept of a linear's input."""
@@ -243,9 +253,16 @@ class LayerShape(NamedTuple):
         return codes * (1 + (not self.compiled) - self.low_bit.down_input_recomputed)
 
 
+def repeated_kv_size(config: ModelConfig, sequence_parts: int) -> int:
+    """Elements of a token's keys that are added where fewer key-value heads than processes are repeated."""
+    missing = 0 if config.mla else max(sequence_parts - config.num_key_value_heads, 0)
+    return missing * config.head_dim
+
+
 def _attention(shape: LayerShape) -> dict[str, float]:
     config, kinds, element = shape.config, shape.kinds, shape.element
     c, q, kv, qkv = config.hidden_size, config.q_size, config.kv_size, config.qkv_size * element
+    repeated = repeated_kv_size(config, shape.sequence_parts)
     kept = _attention_output(shape, q)
     if kinds & ATTENTION_KINDS:
         return kept | _attention_region(shape, "qkv", {"qkv output": qkv})
@@ -254,12 +271,13 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     if config.qk_norm:
         kept["qk-norm statistics"] = 8 * (config.qk_norm == "whole")  # those of heads are computed again
         kept["qkv output"] = qkv
-        kept["q, k rotated"] = (q + kv) * element
+        kept["q, k rotated"] = (q + kv + repeated) * element
+        kept["v of all tokens"] = (kv + repeated) * element * shape.exchanges
     else:
-        kept["q, k rotated, and v"] = qkv
+        kept["q, k rotated, and v"] = qkv + 2 * repeated * element
     kept["attn_norm output"] = c * shape.input_bytes("qkv")
     # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
-    own_input = config.sub_norm or shape.low_bit.layer["o_proj"].kept_input is not None
+    own_input = config.sub_norm or shape.exchanges or shape.low_bit.layer["o_proj"].kept_input is not None
     kept["o_proj input"] = q * shape.input_bytes("o_proj") if own_input else 0
     return kept
 
@@ -279,7 +297,7 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
     kept["q, k and v"] = (2 * q + v) * element
     kept["latent vectors"] = sum(linears[name].in_features * shape.input_bytes(name) for name in inner)
     kept["attn_norm output"] = config.hidden_size * shape.input_bytes("qkv_a")
-    if shape.low_bit.layer["o_proj"].kept_input is not None:
+    if shape.exchanges or shape.low_bit.layer["o_proj"].kept_input is not None:
         kept["o_proj input"] = v * shape.input_bytes("o_proj")
     return kept
 

@@ -147,10 +147,12 @@ def _host_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, 
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
+    how = step.compiled, step.element
+
     def kept(recompute: Kinds) -> float:
         return sum(
             kind.count
-            * sum(saved_per_token(config, recompute, step.compiled, step.element, kind.low_bit, kind.rows).values())
+            * sum(saved_per_token(config, recompute, *how, kind.low_bit, kind.rows, step.sequence_parts).values())
             for kind in layer_kinds(config, step.tokens, low_bit)
         )
 

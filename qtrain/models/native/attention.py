@@ -89,7 +89,23 @@ class SequenceInfo(NamedTuple):
     """Rotary tables [S or B, S, 1, D/2]."""
     mask: Mask = None
     sharded: bool = False
-    """Whether processes shard the stream along its batch * seq_len tokens (sequence parallelism)."""
+    """Whether processes shard the stream along its batch * seq_len tokens (sequence and context parallelism)."""
+
+
+class SequencePart(Protocol):
+    """Which tokens of each sequence this process computes, where several compute a sequence together."""
+
+    def divides(self, seq_len: int) -> bool:
+        """Whether sequences of this length have a part for each process."""
+        ...
+
+    def own(self, t: Tensor, dim: int = 1) -> Tensor:
+        """This process's part of t, along the dimension of the sequence."""
+        ...
+
+    def total(self, t: Tensor) -> Tensor:
+        """The sum over the processes."""
+        ...
 
 
 class KVCache(Protocol):
@@ -128,9 +144,12 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, info: SequenceInfo) -> Tensor:
         """Everything after `qkv`."""
         q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, info.cos, info.sin))
-        y = attend(q, k, v, info.mask) if self.cache is None else self.cache.attend(q, k, v, info.mask)
-        y = y.transpose(1, 2).flatten(2)  # [B, S, H·D]
+        y = self.over_keys(q, k, v, info).transpose(1, 2).flatten(2)  # [B, S, H·D]
         return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
+
+    def over_keys(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
+        """`attend` over the keys that there are; parallel kinds bring those of other processes."""
+        return (attend if self.cache is None else self.cache.attend)(q, k, v, info.mask)
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [B, S, heads, D] of qkv [B, S, C]; q and k normed, where the model norms them, and rotated."""

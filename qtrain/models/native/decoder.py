@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
+from qtrain.models.native.attention import Attention, SequenceInfo, SequencePart, attention_mask
 from qtrain.models.native.distillation import Distillation
 from qtrain.models.native.expert_load import ExpertLoad
 from qtrain.models.native.loss import EntropyOf, LossSums, linear_cross_entropy, plain_entropy
@@ -136,6 +136,8 @@ class Decoder(nn.Module):
         """The teacher whose distribution the training loss follows too; None: cross-entropy alone."""
         self.shards_sequence = False
         """Whether processes shard the residual stream along tokens in training."""
+        self.sequence_part: SequencePart | None = None
+        """The part of each sequence whose loss this process computes; None: all of it."""
         self.make_norm: Callable[..., nn.Module] = nn.RMSNorm
         """Of the norms that `add_sub_norms` adds."""
         self.tie()
@@ -201,31 +203,44 @@ class Decoder(nn.Module):
 
         Without labels: logits [B, S, V] in the model's dtype. With labels (already shifted; -100 is ignored): sums over
         the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
+
+        With a `sequence_part` the sums are those of this process's tokens; without gradients those of all.
         """
+        part = None if labels is None else self.sequence_part
+        if part is not None and not part.divides(input_ids.shape[1]):
+            assert not torch.is_grad_enabled(), "sequences that are trained have a part for each process"
+            part = None  # an evaluation's last window: every process computes all of it
         entropy_of = plain_entropy
         if labels is not None and self.distillation is not None and torch.is_grad_enabled():
             # The teacher runs first, while backward of this model keeps nothing yet.
             entropy_of = self.distillation.entropy_of(input_ids, doc_ids)
-        x, info, routed = self.hidden_states(input_ids, doc_ids)
+        x, info, routed = self.hidden_states(input_ids, doc_ids, part)
         if labels is None:
             return self.output(x, self.lm_head, info)
-        options = self.loss_chunks, self.z_loss, entropy_of
-        sums = LossSums(*self.output(x, self.lm_head, info, labels.flatten(), *options))
-        return sums if not routed or not torch.is_grad_enabled() else self._with_routers(sums, routed, labels)
+        options, own_labels = (self.loss_chunks, self.z_loss, entropy_of), labels if part is None else part.own(labels)
+        sums = LossSums(*self.output(x, self.lm_head, info, own_labels.flatten(), *options))
+        if not torch.is_grad_enabled():
+            return sums if part is None else LossSums(*map(part.total, sums))
+        return sums if not routed else self._with_routers(sums, routed, labels)
 
     def hidden_states(
-        self, input_ids: Tensor, doc_ids: Tensor | None = None
+        self, input_ids: Tensor, doc_ids: Tensor | None = None, part: SequencePart | None = None
     ) -> tuple[Tensor, SequenceInfo, list[list[Tensor]]]:
-        """The stream [B, S, C] that leaves the last norm, and what each router returns."""
+        """The stream [B, S, C] that leaves the last norm, and what each router returns. part: of its tokens."""
         batch, seq_len = input_ids.shape
         cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, input_ids.device)
+        # Positions and the mask are those of the whole sequence; of a part no other rows are read.
         if doc_ids is not None:
             positions = document_positions(doc_ids)
+            positions = positions if part is None else part.own(positions)
             cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
+        elif part is not None:
+            cos, sin = part.own(cos, 0), part.own(sin, 0)
         # [S, 1, D/2], of documents [B, S, 1, D/2]: the same for all heads.
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
-        info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence)
+        input_ids = input_ids if part is None else part.own(input_ids)
+        info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence or part is not None)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
         for index, layer in enumerate(self.layers):
             run = layer if self.residual_offload is None else partial(self.residual_offload.run, index, layer)

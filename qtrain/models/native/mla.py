@@ -56,9 +56,11 @@ class MultiHeadLatentAttention(nn.Module):
         q = torch.cat((q_plain, q_rope), dim=-1)
         k = torch.cat((k_plain, k_rope.expand(-1, -1, k_plain.shape[2], -1)), dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        run = attend if self.cache is None else self.cache.attend
-        y = run(q, k, v, info.mask, self.scale)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        return self.o_proj(self.over_keys(q, k, v, info).transpose(1, 2).flatten(2))
+
+    def over_keys(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
+        """As in `Attention`."""
+        return (attend if self.cache is None else self.cache.attend)(q, k, v, info.mask, self.scale)
 
     def _halves(self, x: Tensor) -> Tensor:
         """[..., rope_dim] with the first elements of all pairs, then the second ones."""

@@ -29,7 +29,7 @@ from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.tensor_roles import BOTH, NeedsOperand
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
@@ -99,9 +99,7 @@ class TokenExchange:
         if rows == columns and given is not None and rounding.same and FORMATS[rows.fmt].packing == 1:
             return Operands(row_codes, row_codes._replace(codes=transpose_8bit(row_codes.codes)))
         if columns.granularity == "rowwise":
-            # [K]: a column's scale covers the tokens of all ranks.
-            amax = group.all_reduce_max(t.abs().amax(dim=0).float())
-            scale = scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
+            scale = _column_scale(t, columns, power_of_two, group)
         return Operands(row_codes, quantize_columns(t, columns, rounding, power_of_two, scale=scale))
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
@@ -149,6 +147,48 @@ class ScaleExchange:
 
     def whole(self, t: Tensor, operands: Operands) -> tuple[Tensor, Operands]:
         return t, operands
+
+
+@dataclass(frozen=True)
+class ContextExchange(ScaleExchange):
+    """Of a linear that multiplies this rank's tokens of a micro-batch, of which the other ranks have the others: scales
+    of the tensor, and of its columns, are those of all tokens. Blocks of tokens are those of this rank's."""
+
+    def covers(self, request: OperandRequest) -> bool:
+        return super().covers(request) or _by_column(request.formats[1])
+
+    def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
+        rows, columns = request.formats
+        scale = self._scale(t, rows or columns, request)
+        column_scale = None
+        if _by_column(columns):
+            column_scale = _column_scale(t, columns, request.scheme.power_of_two, self.group)
+        elif rows is not None and columns != rows:
+            column_scale = self._scale(t, columns, request)  # of another format, or where rows have finer scales
+        return operands_under_scale(t, request, scale, column_scale)
+
+    def _scale(self, t: Tensor, fmt: OperandFormat | None, request: OperandRequest) -> Tensor | None:
+        if fmt is None or fmt.granularity != "tensorwise":
+            return None
+        return spanning_scale(t, fmt, self.group.all_reduce_max, request.scheme.power_of_two, request.delayed)
+
+
+def spanning_scales(scheme: LowBitScheme, name: TensorName) -> int:
+    """How often a `ContextExchange` reduces an absmax of the tensor `name`, for a product with it and its gradient."""
+    rows, columns = scheme.formats_of(name)
+    return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in (rows, columns)) + _by_column(columns)
+
+
+def _by_column(fmt: OperandFormat | None) -> bool:
+    """Whether each column of a tensor has a scale of its own, over all tokens."""
+    return fmt is not None and _takes(fmt) and fmt.sum_dim != 0 and fmt.granularity == "rowwise"
+
+
+def _column_scale(t: Tensor, columns: OperandFormat, power_of_two: bool, group: RankGroup) -> Tensor:
+    """fp32 [K]: a column's scale covers the tokens of all ranks."""
+    amax = torch.linalg.vector_norm(t, torch.inf, dim=0, dtype=torch.float32)  # one read, no copy of |t|
+    amax = group.all_reduce_max(amax.abs())  # a NaN may have a sign
+    return scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
 
 
 def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: RankGroup) -> Operands:

@@ -44,7 +44,7 @@ from qtrain.parallel.layers.tensor_parallel import (
 )
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.choices import LinearChoice
-from qtrain.quant.quantized_model import SharedWeight
+from qtrain.quant.quantized_model import SharedLinear
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.partition import Partition
 
@@ -143,7 +143,7 @@ class ModelParallel:
             return ("output",)
         return ("grad_input",) if kind in ("column", "vocab") else ()
 
-    def shared_weight(self, name: str) -> SharedWeight | None:
+    def shared_linear(self, name: str) -> SharedLinear | None:
         """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""
         if self.experts_only and self.kind(f"{name}.weight") is None:
             return None
@@ -214,9 +214,9 @@ class ModelParallel:
         return None
 
 
-def shared_over(group: RankGroup) -> SharedWeight:
+def shared_over(group: RankGroup) -> SharedLinear:
     """A weight of which each rank of the group has a part."""
-    return SharedWeight(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
+    return SharedLinear(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
 
 
 def _set_sizes(module: Any, shape: torch.Size) -> None:
@@ -239,6 +239,11 @@ def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
         notes.append(
             "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of "
             "their own"
+        )
+    if mesh.cp > 1:
+        notes.append(
+            "note    --deterministic: the same on any number of processes with this --cp, whose ranks each add the "
+            "gradients of their part of a micro-batch's tokens"
         )
     if mesh.expert_mesh is not None and rounds_experts:
         notes.append(

@@ -176,7 +176,7 @@ class DataParallel:
 
     def begin_step(self, step: int, micro_batches: int) -> None:
         """The next gradients are those of `step`, from this many micro-batches of each rank."""
-        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.dp_size, micro_batches
+        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.readers, micro_batches
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
@@ -184,7 +184,9 @@ class DataParallel:
         self._quantized.set_step(self._micro_step(index))
 
     def _micro_step(self, index: int) -> int:
-        return self._first_micro_step + index * self.mesh.dp_size + self.mesh.dp_rank
+        # With --cp a micro-batch has a number for each part: ranks must not draw the same bits for other tokens.
+        micro_step = self._first_micro_step + index * self.mesh.readers + self.mesh.reader
+        return micro_step * self.mesh.cp + self.mesh.cp_rank
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
@@ -192,6 +194,7 @@ class DataParallel:
         if self.mesh.dp_size > 1:
             # Counts up to 2**53 are exact in fp64, in any order.
             torch.distributed.all_reduce(trained, group=self.mesh.dp_group)
+        trained /= self.mesh.cp  # each of these ranks has counted the whole micro-batch: exact too
         return trained.clamp_(min=1).float()  # a step without trained tokens divides by 1, not by 0
 
     def end_backward(self) -> None:
@@ -272,7 +275,7 @@ class DataParallel:
             # For clipping, without a second synchronization.
             norm=torch.tensor(value, dtype=torch.float32, device=self._device),
             norm_value=float(np.float32(value)),
-            tokens=int(every[:, -2].sum()),
+            tokens=int(every[:: self.mesh.cp, -2].sum()),  # ranks with the same sequences count the same
             stop_signal=int(per_rank[:, -1].max()),
         )
 
@@ -294,7 +297,7 @@ class DataParallel:
     def refresh(self, recorded: Callable[[], None] | None = None) -> None:
         """After the optimizer's step: `requantize`, or the replay of it."""
         # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
-        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.dp_size - 1)
+        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.readers - 1)
         (recorded or self.requantize)()  # by a CUDA graph's replay, if there is one
 
     def requantize(self) -> None:

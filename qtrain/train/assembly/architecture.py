@@ -14,7 +14,7 @@ from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.quant import LinearChoice, Scheme
 from qtrain.quant.choices import NO_NAMES
-from qtrain.quant.quantized_model import SharedWeight
+from qtrain.quant.quantized_model import SharedLinear
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -88,7 +88,7 @@ class Architecture(ABC, Generic[M, S]):
         """Whether `build` leaves the values of matrices to be made one by one (`tensors/lazy.py`)."""
         return False
 
-    def shared_weight(self, name: str) -> SharedWeight | None:
+    def shared_linear(self, name: str) -> SharedLinear | None:
         """How the weight of the linear `name` is shared with other processes; None: not at all."""
         return None
 

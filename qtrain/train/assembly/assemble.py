@@ -43,7 +43,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         left=architecture.left_linears(prepared.scheme),
         # False where shards are cut: sharding then makes one value after the other (`tensors/lazy.py`).
         realize=prepared.mesh.shard == 1 and not prepared.reshards,
-        shared=architecture.shared_weight,
+        shared=architecture.shared_linear,
         one_weight_layout=settings.weight_codes == "one",
     )
     assert quantized.choices == list(prepared.linears), "the swap is not the planned one"

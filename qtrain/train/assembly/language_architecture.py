@@ -31,13 +31,14 @@ from qtrain.models.hf.impl import HfModel
 from qtrain.models.hf.readers.declared import DeclaredCodes
 from qtrain.models.hf.readers.kept import linears_without_codes, matrices_in_codes
 from qtrain.models.native.decoder import Decoder
+from qtrain.parallel.layers.context_parallel import ContextParallel, check_context
 from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import Unit, decoder_units
 from qtrain.quant import LinearChoice, Scheme
 from qtrain.quant.choices import find_linears
-from qtrain.quant.quantized_model import SharedWeight
+from qtrain.quant.quantized_model import SharedLinear
 from qtrain.quant.schemes.frozen_base import keeps_codes
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -94,6 +95,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
     seq_len: int
     config: ModelConfig | MaybeNone
     parts: ModelParallel | None = None
+    context: ContextParallel | None = None
+    """How ranks share its sequences; None: each computes whole ones."""
     expert_rows: str | None = None
     """The plan's line on the rows of --ep."""
     declared: DeclaredCodes | MaybeNone = None
@@ -113,6 +116,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
                 f"--mlp_chunks: {settings.model} is a mixture of experts, which does not run in chunks; leave it out."
             )
         check_mesh(config, mesh, settings.sequence_parallel, settings.model)
+        if mesh.cp_group is not None:
+            check_context(config, mesh.cp, settings.seq_len)
         parts = None
         if mesh.model_group is not None:
             parts = ModelParallel(
@@ -122,19 +127,21 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
                 sequence=settings.sequence_parallel,
                 every_routing=reserves_every_routing(settings),
             )
+        context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
         rows = describe_rows(config.mixture, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
         loads = config is not None and settings.pretrained and source.has_weights
         declared = source.declared_codes() if loads else None
         teacher = Teacher.of(settings, config)
-        return cls(source, settings.model_impl, settings.seq_len, config, parts, rows, declared, teacher)
+        return cls(source, settings.model_impl, settings.seq_len, config, parts, context, rows, declared, teacher)
 
     @property
     def rank_config(self) -> ModelConfig | None:
         """`config` with the sizes of this rank's layers."""
         return self.config if self.parts is None else self.parts.local_config
 
-    def shared_weight(self, name: str) -> SharedWeight | None:
-        return None if self.parts is None else self.parts.shared_weight(name)
+    def shared_linear(self, name: str) -> SharedLinear | None:
+        sharing = self.parts or self.context
+        return None if sharing is None else sharing.shared_linear(name)
 
     @property
     def reads_linears_only(self) -> bool:
@@ -151,7 +158,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
 
     @property
     def _place(self) -> Callable[[Decoder], None] | None:
-        return None if self.parts is None else self.parts.place
+        sharing = self.parts or self.context
+        return None if sharing is None else sharing.place
 
     @cached_property
     def empty(self) -> Decoder | HfModel:
@@ -171,7 +179,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
 
     @property
     def rows(self) -> int:
-        return self.seq_len
+        return self.seq_len // (1 if self.context is None else self.context.group.ranks)
 
     def head(self, model: Decoder | HfModel) -> nn.Module | None:
         return model.lm_head

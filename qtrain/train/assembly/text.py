@@ -125,8 +125,8 @@ class TextData:
                 self.checked.geometry.micro_batch_size,
                 num_workers=self.settings.num_workers,
                 position=position,
-                rank=mesh.dp_rank,
-                ranks=mesh.dp_size,
+                rank=mesh.reader,
+                ranks=mesh.readers,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if position is None:

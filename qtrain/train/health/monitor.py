@@ -141,7 +141,7 @@ class HealthMonitor:
     def _sample(self, batches: Sequence[TensorBatch], step: int) -> dict[str, Spec]:
         """Write a sample and warn. Returns the linears to move, with their schemes; rank 0 does."""
         # As the step counts them, if other ranks have as many.
-        trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.dp_size
+        trained = max(1, sum(batch.n_trained for batch in batches)) * self._run.parallel.mesh.readers
         try:
             number = step // self._interval
             rows = self._sampler.sample(batches[0], trained, number, self._faults.keys())

@@ -6,6 +6,7 @@ all ranks sample their own micro-batches at once, and rank 0 writes what it has 
     data parallel (ZeRO, full sharding)   the numbers of its own tokens
     --tp                                  those of whole linears: sums over the parts of tensors and products
     --ep                                  of experts those of all ranks of its group, of other linears its own
+    --cp                                  those of its part of the sequences, under the scales of all parts
     routers                               the load of all ranks' tokens
 
 What the passes depend on is rank 0's choice, so that all ranks come to the same collectives. Before them all ranks
@@ -76,7 +77,7 @@ class SampleRanks:
         """Whether all ranks take a sample at once; else rank 0 does."""
         mesh = self._parallel.mesh
         gathers = self._parallel.reshards or any(linear.codes_only for linear in self._quantized.linears)
-        return mesh.world > 1 and (mesh.model_group is not None or gathers)
+        return mesh.world > 1 and (mesh.model_group is not None or mesh.cp > 1 or gathers)
 
     def agree(self, choose: Callable[[], T]) -> T:
         """What rank 0 chooses."""

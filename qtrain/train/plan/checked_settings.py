@@ -13,7 +13,7 @@ from qtrain.core.checks import shown
 from qtrain.core.config import as_dict, source_digest
 from qtrain.core.errors import UserError
 from qtrain.optim import LRSchedule, OptimizerSpec
-from qtrain.parallel.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
+from qtrain.parallel.mesh import Mesh, check_readers, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.quant import Scheme
 from qtrain.quant.scheme_map import with_overrides
 from qtrain.quant.scheme_schedule import Phase
@@ -125,7 +125,10 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     # Each of these refuses what its flags cannot be; the device comes first, which others depend on.
     device, dtype = options.device, options.dtype
     world = run_world(settings)
-    expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
+    shape = mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
+    expert_mesh_shape(*shape, settings.ep)
+    check_exclusions(options, option="--cp")  # first: not another number of processes mends what it does not go with
+    check_readers(*shape, settings.cp)
     recompute_kinds(settings), kept_8bit(settings)
     geometry, scheme, optimizer, schedule = options.geometry, options.scheme, options.optimizer, options.schedule
     notes = check_exclusions(options)
@@ -144,7 +147,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     with contextlib.redirect_stdout(None) if planned and not settings.dry_run else contextlib.nullcontext():
         folder = from_rank_0(lambda: find_run_folder(settings, script))
     sizes = settings.dp_replicate, settings.dp_shard
-    mesh = planned or make_mesh(*sizes, device.type, settings.tp, settings.ep)
+    mesh = planned or make_mesh(*sizes, device.type, settings.tp, settings.ep, settings.cp)
     offload = options.offload_on(device)
     return CheckedSettings(
         settings=settings,

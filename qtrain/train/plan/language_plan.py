@@ -25,6 +25,8 @@ from qtrain.models.cost.step_traffic import between_products, moved_bytes
 from qtrain.models.cost.teacher import teacher_flops, with_teacher
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import ParameterShape
+from qtrain.parallel.layers.context_parallel import exchanged_width
+from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
@@ -48,7 +50,7 @@ from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,
     ExpertTraffic,
-    TensorTraffic,
+    GroupTraffic,
     Traffic,
     half_layer_bytes,
     routed_bytes_per_token,
@@ -204,6 +206,8 @@ def _traffic(
     # Activations come on top: every layer's inputs and outputs.
     if checked.settings.tp > 1:
         return replace(of(trained.shapes, alone, linears), tensor=_tensor_traffic(checked, model_config, linears))
+    if checked.settings.cp > 1:
+        return replace(of(trained.shapes, alone, linears), context=_context_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
         return of(trained.shapes, alone, linears)
     expert_shapes = _expert_shapes(model_config)
@@ -225,7 +229,7 @@ def _traffic(
 
 def _tensor_traffic(
     checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]
-) -> TensorTraffic:
+) -> GroupTraffic:
     """What the ranks of --tp exchange in a micro-batch."""
     settings, element, width = checked.language, checked.dtype.itemsize, model_config.hidden_size
     layers, mixtures = model_config.num_hidden_layers, len(model_config.moe_layers)
@@ -248,10 +252,27 @@ def _tensor_traffic(
     if mixtures:
         of_token += mixtures * _routed_bytes(checked, model_config, linears)
         calls += mixtures * EXCHANGES_A_LAYER
-    return TensorTraffic(
+    return GroupTraffic(
         tokens=checked.geometry.micro_batch_size * settings.seq_len,
         bytes_per_token=of_token + EXCHANGES_A_HALF * width * element,  # of embedding and head
         calls=calls + EXCHANGES_A_HALF,
+    )
+
+
+def _context_traffic(
+    checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]
+) -> GroupTraffic:
+    """What the ranks of --cp exchange in a micro-batch."""
+    settings, layers = checked.language, model_config.num_hidden_layers
+    passes = 2 + bool({"block", "norm", "qkv", "attention"} & recompute_kinds(settings))
+    width = exchanged_width(model_config, settings.cp) * checked.dtype.itemsize
+    # Scales are a few bytes: what counts is that they wait for each other.
+    schemes = [n.scheme for n in linears if n.scheme is not None and not n.is_head and n.groups == 1]
+    scales = sum((passes - 1) * spanning_scales(s, "x") + spanning_scales(s, "dy") for s in schemes)
+    return GroupTraffic(
+        tokens=checked.geometry.micro_batch_size * settings.seq_len // settings.cp,
+        bytes_per_token=passes * layers * width,
+        calls=2 * passes * layers + scales,
     )
 
 
@@ -332,6 +353,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         gradients_on_host="gradients" in checked.offload,
         mlp_chunks=settings.mlp_chunks,
         documents=settings.doc_mask or _packs_examples(settings),
+        sequence_parts=settings.cp,
     )
 
 
@@ -348,6 +370,7 @@ def _low_bit_bytes(
     trained: TrainedPart | None,
 ) -> LowBitBytes:
     element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
+    context = checked.settings.cp > 1
     in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
     for linear in linears:
         if not linear.is_head:
@@ -366,7 +389,9 @@ def _low_bit_bytes(
         main = "experts." if "experts.gate_up" in schemes else ""
         up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
         in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
-        rowwise = bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
+        # Fused kernels know no scale that covers other ranks' tokens.
+        fused = in_one_function and not (context and (spanning_scales(down, "x") or spanning_scales(up, "dy")))
+        rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
         return LowBitBytes(
             layer={
                 name: _linear_bytes(
@@ -376,7 +401,7 @@ def _low_bit_bytes(
             },
             head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full),
             down_input_recomputed=rowwise,
-            swiglu_codes=rowwise or bool(in_one_function and writes_swiglu_codes(down, "x")),
+            swiglu_codes=rowwise or bool(fused and writes_swiglu_codes(down, "x")),
             gate_up_8bit="gate_up" in kept_8bit(checked.settings),
         )
 

@@ -133,7 +133,7 @@ class Plan:
         """The plan as text."""
         g, tokens = self.geometry, self.n_steps * self.tokens_per_step
         sequences = g.micro_batch_size * g.gradient_accumulation * g.world
-        unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.tp == 1 else f"groups of {g.tp} devices"
+        unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.group == 1 else f"groups of {g.group} devices"
         total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         count += f"{_billions(self.active)} of them active, " if self.active else ""
@@ -263,7 +263,7 @@ def make_plan(
     by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
     peak, world = figures.memory_on(checked.mesh, checked.reshards), None
-    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
+    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // geometry.cp
     # Products of weights that are stored in low bits may all be in high precision.
     low_bit = float(any(linear.scheme and set(linear.scheme.gemm_dtypes().values()) - {"bf16"} for linear in linears))
     if settings.quantize_overrides and low_bit:

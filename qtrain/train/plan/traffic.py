@@ -11,6 +11,9 @@ every micro-batch, an embedding and a head of their own before the forward pass,
 --tp partitions all layers. Ranks that hold the same part reduce its gradients and gather its weights; the ranks of a
 tensor-parallel group exchange inputs and outputs of attention and MLP.
 
+--cp changes nothing of that. The ranks of a context-parallel group exchange queries, keys, values and outputs of
+attention, by all-to-alls, and wait for each other's scales.
+
 --ep shards the experts of a mixture. Ranks that hold the same experts reduce their gradients and gather their weights;
 the ranks of an expert-parallel group gather the tokens of every micro-batch.
 """
@@ -68,11 +71,11 @@ class ExpertTraffic:
 
 
 @dataclass(frozen=True)
-class TensorTraffic:
-    """Communication of activations in a tensor-parallel group."""
+class GroupTraffic:
+    """Communication of activations in a tensor-parallel or context-parallel group."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Of a micro-batch; with --cp those of one rank."""
     bytes_per_token: float
     """Of a token in all collectives of a micro-batch, each of which moves (ranks - 1) / ranks of them."""
     calls: int
@@ -110,8 +113,10 @@ class Traffic:
     """Whether gradients are added in the order of the micro-batches."""
     experts: ExpertTraffic | None = None
     """With --ep; all other fields then leave experts out."""
-    tensor: TensorTraffic | None = None
+    tensor: GroupTraffic | None = None
     """With --tp."""
+    context: GroupTraffic | None = None
+    """With --cp."""
 
     @property
     def gradients(self) -> float:
@@ -124,6 +129,9 @@ class Traffic:
         if self.experts is not None:
             found, others = self.experts.costs(mesh.expert_mesh, cluster, reshards), replace(self, experts=None)
             return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
+        if self.context is not None:
+            found = replace(self, context=None).costs(mesh, cluster, reshards)
+            return found | {"heads of attention": self.context.cost(mesh.cp, cluster) * self.micro_batches}
         if self.tensor is not None:
             # Tensor-parallel ranks are consecutive: the data-parallel peers of one are `mesh.tp` apart.
             activations = self.tensor.cost(mesh.tp, cluster) * self.micro_batches

@@ -177,7 +177,8 @@ class WorldPlan:
             if world % tensor or not data or data % shard or (world > node and world % node):
                 continue  # no whole groups, or a machine that is not full
             if self.mesh.expert_mesh is None:
-                found.append(planned_mesh(data // shard, shard, tp=tensor))
+                if data % self.mesh.cp == 0:
+                    found.append(planned_mesh(data // shard, shard, tp=tensor, cp=self.mesh.cp))
             elif world % self.mesh.expert_mesh.tp == 0:
                 with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
                     found.append(planned_mesh(world // shard, shard, self.mesh.expert_mesh.tp))

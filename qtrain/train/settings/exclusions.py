@@ -180,7 +180,7 @@ def _decayless(key: str) -> Callable[[Options], bool]:
 
 
 def _with(name: str, also: Callable[[Options], Any]) -> Callable[[Options], bool]:
-    """name: tp, ep, optimizer_in_backward: a flag whose default (1, False) stands for nothing."""
+    """name: tp, cp, ep, optimizer_in_backward: a flag whose default (1, False) stands for nothing."""
     return lambda o: getattr(o.settings, name) > 1 - (name == "optimizer_in_backward") and bool(also(o))
 
 
@@ -384,6 +384,8 @@ RUN_EXCLUSIONS = (
         SHARD),
     Exclusion("--distill", "--ep", lambda o: o.has("distill") and o.settings.ep > 1,
         "every rank has the teacher in full, which --ep {ep} does not shard", "; leave one of them out"),
+    Exclusion("--distill", "--cp", lambda o: o.has("distill") and o.settings.cp > 1,
+        "every rank of --cp {cp} would run the teacher over whole sequences", "; leave one of them out"),
     # ---- adapters ----
     *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
           "recomputed layers would drop other values", "; set dropout to 0")
@@ -598,6 +600,18 @@ RUN_EXCLUSIONS = (
     Exclusion("--tp", "--optim of whole matrices", _with("tp", lambda o: o.optimizer.needs_whole(hidden=True)),
         "{tp}, but --optim {optim} works on whole matrices, and each rank has a part",
         _allowed(lambda spec: not spec.needs_whole(hidden=True))),
+    # ---- context parallelism ----
+    Exclusion("--cp", "models of timm", _with("cp", _timm), "{cp}, but images are no sequences to share", LEAVE),
+    Exclusion("--cp", "--model_impl hf", _with("cp", _transformers),
+        "{cp}, but only qtrain's own decoder has context parallelism", "; use --model_impl native, or leave it out"),
+    *(Exclusion("--cp", f"--{name}", _with("cp", lambda o, name=name: getattr(o.settings, name) > 1),
+          f"{{cp}}, but ranks of --{name} {{{name}}} {what}", "; leave one of them out")
+      for name, what in (("tp", "divide the tokens between the layers' parts already"),
+                         ("ep", "compute experts for whole sequences of their own"))),
+    Exclusion("--cp", "--seq_len_multiple that it does not divide",
+        _with("cp", lambda o: (o.get("seq_len_multiple") or 0) % o.settings.cp),
+        "{cp} does not divide the lengths of sequences, multiples of --seq_len_multiple {seq_len_multiple}",
+        "; give a multiple of it, or 0, which packs examples"),
     # ---- expert parallelism ----
     Exclusion("--ep", "models of timm", _with("ep", _timm), "{ep}, but models of timm have no experts", LEAVE),
     Exclusion("--ep", "--model_impl hf", _with("ep", _transformers),

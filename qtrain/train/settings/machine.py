@@ -165,7 +165,7 @@ def mesh_of_world(settings: TrainSettings) -> Mesh | None:
     if world == launched_world():
         return None
     shape = mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
-    return planned_mesh(*shape, settings.ep, settings.tp)
+    return planned_mesh(*shape, settings.ep, settings.tp, settings.cp)
 
 
 def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:

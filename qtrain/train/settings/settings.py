@@ -45,7 +45,7 @@ class TrainSettings:
         "memory": "fit memory_limit activation_checkpointing recompute keep_8bit loss_chunks mlp_chunks weight_codes "
         "offload",
         "hardware and process": "device dtype compile cuda_graphs seed",
-        "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
+        "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep cp gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile health health_fallback",
@@ -80,6 +80,9 @@ class TrainSettings:
     ep: Annotated[int, Range(1, 1024)] = 1
     """Expert-parallel degree: ranks that shard the experts of a mixture (MoE) and compute them for each other's
     sequences; all else is sharded as without it."""
+    cp: Annotated[int, Range(1, 1024)] = 1
+    """Context-parallel degree (Ulysses): ranks that hold 1/N of the tokens of every sequence, for sequences whose
+    activations one GPU cannot hold; attention runs over whole sequences, a part of the heads on each rank."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of ranks that divides the step's micro-batches, with
     one --micro_batch_size, and in every run; costs an exchange of gradients per micro-batch, and on a GPU takes
@@ -353,13 +356,20 @@ class BatchGeometry:
     gradient_accumulation: int
     """Micro-batches per optimizer step of a rank."""
     world: int
-    """Ranks that read data of their own: the tensor-parallel ranks of a group count once."""
+    """Ranks that read data of their own: the ranks of a tensor-parallel or context-parallel group count once."""
     tp: int = 1
-    """Ranks that read the same sequences."""
+    """Ranks that read the same sequences and compute a part of every layer."""
+    cp: int = 1
+    """Ranks that read the same sequences and compute a part of each."""
+
+    @property
+    def group(self) -> int:
+        """Ranks that read the same sequences."""
+        return self.tp * self.cp
 
     @property
     def devices(self) -> int:
-        return self.world * self.tp
+        return self.world * self.group
 
 
 DETERMINISTIC_DEVICES = 8
@@ -369,7 +379,7 @@ DETERMINISTIC_DEVICES = 8
 def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry:
     """The geometry of `processes`, with whichever of micro_batch_size and gradient_accumulation is 0 filled in.
     UserError for sizes that do not multiply to the batch."""
-    world = processes // settings.tp
+    world = processes // settings.tp // settings.cp
     batch, micro, accumulation = settings.batch_size, settings.micro_batch_size, settings.gradient_accumulation
     if batch % world:
         raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
@@ -392,4 +402,4 @@ def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry
             f"({settings.micro_batch_size or 'auto'} x {settings.gradient_accumulation or 'auto'} x {world}); "
             "give two of the three, such that the first divides the batch."
         )
-    return BatchGeometry(micro, accumulation, world, settings.tp)
+    return BatchGeometry(micro, accumulation, world, settings.tp, settings.cp)

@@ -26,24 +26,28 @@ from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.recompute import ATTENTION_KINDS
 from qtrain.models.native.rope import rope_tables
+from qtrain.parallel.layers.context_parallel import ContextParallel
+from qtrain.parallel.mesh import make_mesh
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.cases import sampled
 from tests.models.families import drawn, source_of
 from tests.peak_bytes import PeakBytes
+from tests.worlds import run_ranks
 
 
-def layer_input(model: Decoder, batch: int, seq_len: int) -> tuple[torch.Tensor, SequenceInfo]:
+def layer_input(model: Decoder, batch: int, seq_len: int, parts: int = 1) -> tuple[torch.Tensor, SequenceInfo]:
+    """Of the first of so many parts of the sequences."""
     config = model.config
-    x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.rope_dim, seq_len, x.device))
-    return x, SequenceInfo(batch, seq_len, cos, sin)
+    x = torch.randn(batch, seq_len // parts, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.rope_dim, seq_len // parts, x.device))
+    return x, SequenceInfo(batch, seq_len, cos, sin, sharded=parts > 1)
 
 
-def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
+def kept_bytes(model: Decoder, batch: int, seq_len: int, parts: int = 1) -> float:
     """Bytes a token that the first layer keeps for backward, its input and parameters aside."""
-    x, info = layer_input(model, batch, seq_len)
+    x, info = layer_input(model, batch, seq_len, parts)
     parameters = [p.inner.values() if isinstance(p, StoredWeight) else [p] for p in model.parameters()]
     known = (*itertools.chain(*parameters), *model.buffers(), x, info.cos, info.sin)
     own = {t.untyped_storage().data_ptr() for t in known}
@@ -61,7 +65,7 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model.layers[0](x, info)
     assert out.shape == x.shape
-    return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len // parts)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -256,6 +260,32 @@ def test_eager_layers_keep_what_the_table_says(name):
         known += (8 * config.head_dim + 4) * (config.num_attention_heads + config.num_key_value_heads)
     found = kept_bytes(model, 2, 24)
     assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
+
+
+def _kept_of_parts(name: str, scheme: str) -> float:
+    """Of a rank that has a part of each sequence."""
+    mesh = make_mesh(0, 0, "cpu", cp=torch.distributed.get_world_size())
+    context = ContextParallel(mesh.cp_group)
+    model = drawn(source_of(name), dtype=torch.bfloat16, place=context.place)
+    quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head, shared=context.shared_linear)
+    return kept_bytes(model, 2, 48, mesh.cp)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "ranks"),
+    [("qwen2", "bf16", 2), ("qwen2", "fp8_blockwise", 2), ("qwen2", "bf16", 4)],
+)
+def test_a_part_of_a_sequence_keeps_heads_besides_tokens(name, scheme, ranks):
+    """What attention keeps more than that of one process, for each token of a rank. (With QK-norm a CPU keeps qkv's
+    output for v alone, a GPU's kernel for the norms' gradients too.)"""
+    model = drawn(source_of(name), dtype=torch.bfloat16)
+    quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
+    how = model.config, frozenset(), False, 2, BYTES_OF_SCHEMES[scheme]
+    planned = [sum(saved_per_token(*how, sequence_parts=parts).values()) for parts in (1, ranks)]
+    one = kept_bytes(model, 2, 24)
+    for many in run_ranks(ranks, _kept_of_parts, name, scheme):
+        assert many - one == pytest.approx(planned[1] - planned[0], abs=0.01 * one), (one, many, planned)
+    assert planned[1] > planned[0] or scheme != "bf16"
 
 
 EXPERT_ADAPTERS = ("experts.gate_up_proj", "experts.down_proj")

@@ -108,6 +108,21 @@ def test_worlds_of_divided_layers():
     assert plan.step(plan.mesh).compute == pytest.approx(whole.step(whole.mesh).compute / 4)
 
 
+def test_worlds_of_shared_sequences():
+    """The table has what --cp divides; a GPU computes and keeps its part of each sequence."""
+    long = {"seq_len": 32768, "batch_size": 4, "micro_batch_size": 1, "optim": "adamw_8bit", **FP8, "dp_shard": 4}
+    whole, plan = world_of("qwen2.5-7b", 4, **long), world_of("qwen2.5-7b", 16, cp=4, **long)
+    assert [mesh.world for mesh in plan.meshes()][:2] == [4, 8] and plan.mesh.readers == 4
+    one, many = (p.step(p.mesh) for p in (whole, plan))
+    assert many.compute == pytest.approx(one.compute / 4) and many.seconds < 0.4 * one.seconds
+    kinds = [p.memory_on(p.mesh, False).kinds for p in (whole, plan)]
+    assert kinds[1]["activations"] == pytest.approx(kinds[0]["activations"] / 4, rel=0.05)
+    assert kinds[1]["weights"] == kinds[0]["weights"]
+    # Of 8,192 tokens (2 x 28 + 2 x 4) heads of 128, forward and backward, 3/4 to other GPUs.
+    assert many.costs["heads of attention"].bytes == 28 * 2 * 8192 * 64 * 128 * 2 * 3 / 4
+    assert many.costs["gradients"].bytes > one.costs["gradients"].bytes
+
+
 def test_worlds_of_divided_experts():
     """The table has what --ep divides, and a GPU of more of them holds fewer experts."""
     plan = world_of("qwen3-30b-a3b", 8, ep=4, batch_size=64, optim="adamw_8bit", **FP8)

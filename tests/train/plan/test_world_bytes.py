@@ -20,6 +20,7 @@ from qtrain.models import (
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import parameter_groups
+from qtrain.parallel.layers.context_parallel import ContextParallel
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -39,6 +40,9 @@ from tests.worlds import run_ranks
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+LATENT = {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 64}
+LATENT |= {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "kv_lora_rank": 32, "q_lora_rank": None}
+LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "n_group": 1, "topk_group": 1}
 
 
 def _sent(replicate: int, options: dict, batches: int = 1) -> dict[str, int]:
@@ -192,6 +196,43 @@ def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, s
     kinds = ("activations", "activation codes", "routes")
     activations = [sum(r.get(kind, 0) for kind in kinds) for r in found]
     assert costs["activations"].bytes == pytest.approx(np.mean(activations), rel=0.03)
+    assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
+    weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
+    assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+
+
+def _sent_with_shared_sequences(scheme: str, checkpointing: str, shape: dict) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches."""
+    mesh = make_mesh(0, 0, "cpu", cp=2)
+    context = ContextParallel(mesh.cp_group)
+    model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, place=context.place)
+    apply_recompute(model, RECOMPUTE_SETS[checkpointing])
+    made = SCHEMES.make(scheme, {}, "-")
+    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, shared=context.shared_linear)
+    parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "checkpointing", "shape"),
+    [
+        ("bf16", "none", SHAPE),
+        ("fp8_rowwise", "full", SHAPE),
+        ("int8", "selective", SHAPE | {"num_key_value_heads": 1}),
+        ("bf16", "none", {**SHAPE, **LATENT}),
+    ],
+)
+def test_the_planned_bytes_of_shared_sequences_are_those_that_ranks_send(scheme, checkpointing, shape):
+    found = run_ranks(4, _sent_with_shared_sequences, scheme, checkpointing, shape)
+    options = {"quantize": scheme, "activation_checkpointing": checkpointing}
+    plan = world_of(shape, 4, cp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
+    costs = plan.step(plan.mesh).costs
+    assert {r["activations"] for r in found} == {costs["heads of attention"].bytes}
     assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
     weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
     assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)

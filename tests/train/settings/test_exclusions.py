@@ -160,6 +160,7 @@ CASES = {
     ("--distill", "--model_impl hf"): (PRETRAIN, {"distill": TEACHER, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--distill", "--tp"): (PRETRAIN, {"distill": TEACHER, "tp": 2}, {"tp": 1}),
     ("--distill", "--ep"): (PRETRAIN, {"distill": TEACHER, "ep": 2}, {"ep": 1}),
+    ("--distill", "--cp"): (PRETRAIN, {"distill": TEACHER, "cp": 2}, {"cp": 1}),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
@@ -395,6 +396,15 @@ CASES = {
     ),
     ("--tp", "--optimizer_in_backward"): (PRETRAIN, {"tp": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--tp", "--optim of whole matrices"): (PRETRAIN, {"tp": 2, "optim": "muon"}, {"optim": "adamw"}),
+    ("--cp", "models of timm"): (VisionSettings, {"cp": 2}, {"cp": 1}),
+    ("--cp", "--model_impl hf"): (PRETRAIN, {"cp": 2, "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--cp", "--tp"): (PRETRAIN, {"cp": 2, "tp": 2}, {"tp": 1}),
+    ("--cp", "--ep"): (PRETRAIN, {"cp": 2, "ep": 2}, {"ep": 1}),
+    ("--cp", "--seq_len_multiple that it does not divide"): (
+        FINETUNE,
+        {"cp": 4, "seq_len_multiple": 6},
+        {"seq_len_multiple": 8},
+    ),
     ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
     ("--ep", "--model_impl hf"): (PRETRAIN, {"ep": 2, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--ep", "--lora of experts"): (FINETUNE, {"ep": 2, "lora": EXPERTS}, {"lora": {}}),
