@@ -190,11 +190,11 @@ class DataParallel:
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
+        own = own if self.mesh.cp_rank == 0 else 0  # the other ranks of its group have counted the same tokens
         trained = torch.full((), float(own), dtype=torch.float64, device=self._device)
         if self.mesh.dp_size > 1:
             # Counts up to 2**53 are exact in fp64, in any order.
             torch.distributed.all_reduce(trained, group=self.mesh.dp_group)
-        trained /= self.mesh.cp  # each of these ranks has counted the whole micro-batch: exact too
         return trained.clamp_(min=1).float()  # a step without trained tokens divides by 1, not by 0
 
     def end_backward(self) -> None:

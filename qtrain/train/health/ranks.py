@@ -79,6 +79,11 @@ class SampleRanks:
         gathers = self._parallel.reshards or any(linear.codes_only for linear in self._quantized.linears)
         return mesh.world > 1 and (mesh.model_group is not None or mesh.cp > 1 or gathers)
 
+    @property
+    def sequence_parts(self) -> int:
+        """How many ranks share each sequence."""
+        return self._parallel.mesh.cp
+
     def agree(self, choose: Callable[[], T]) -> T:
         """What rank 0 chooses."""
         return from_rank_0(choose) if self.together else choose()

@@ -60,7 +60,7 @@ class Sampler:
         """The rows of all linears in low bits and of the routers, without a step. trained: what the step's loss is
         divided by, which delayed scales of gradients expect. number: of the sample; it says whose turn it is.
         suspects: linears to compare with other schemes in any case. Raises SampleFailed."""
-        piece, swapped = piece_of(batch), self._quantized.by_name()
+        piece, swapped = piece_of(batch, self._ranks.sequence_parts), self._quantized.by_name()
         self._ranks.check_memory(piece.size / batch.size)
         # Probes read matrices: convolutions are not measured.
         found = [choice for choice in self._quantized.choices if choice.name in swapped and not choice.kernel]
@@ -157,15 +157,16 @@ class Sampler:
                 handle.remove()
 
 
-def piece_of(batch: TensorBatch) -> TensorBatch:
-    """The part of a micro-batch that is sampled: of text the sequences with the most trained tokens at their start."""
+def piece_of(batch: TensorBatch, parts: int = 1) -> TensorBatch:
+    """The part of a micro-batch that is sampled: of text the sequences with the most trained tokens at their start.
+    parts: of each sequence, of which ranks compute one each."""
     if not isinstance(batch, Batch):
         return batch.each(lambda t: t[:IMAGES])
     trained = (batch.labels[:, :TOKENS] >= 0).sum(dim=1)  # [sequences]; labels below 0 are not trained on
     # Whole sequences up to TOKENS; one longer sequence is cut instead.
     count = min(len(trained), max(1, TOKENS // batch.labels.shape[1]))
     rows = trained.argsort(descending=True, stable=True)[:count]
-    return batch.each(lambda t: t[rows, :TOKENS])
+    return batch.each(lambda t: t[rows, : TOKENS // parts * parts])
 
 
 def _turn(choices: Sequence[LinearChoice], number: int) -> list[str]:

@@ -212,6 +212,7 @@ def test_the_piece_of_a_batch_is_the_sequence_with_the_most_to_learn():
     assert torch.equal(piece_of(Batch(ids, labels)).input_ids, ids[2:, :TOKENS])
     short = Batch(ids[:, :400], labels[:, :400])
     assert torch.equal(piece_of(short).input_ids, ids[[2, 0], :400])
+    assert torch.equal(piece_of(Batch(ids, labels), 3).input_ids, ids[2:, :1023])  # which three ranks share
 
 
 def test_lines_are_json_without_nan():
