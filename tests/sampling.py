@@ -5,6 +5,12 @@ Measured on two cores: each of these takes 2 seconds or more with all of its cas
 """
 
 CASES: dict[str, int] = {
+    "tests/test_context_parallel_runs.py::test_any_number_of_processes_gives_the_same_bits": 0,
+    "tests/test_context_parallel_runs.py::test_ranks_that_share_sequences_train_as_one_process": 2,
+    "tests/test_context_parallel_runs.py::test_health_samples_are_taken_together": 0,
+    "tests/test_context_parallel_runs.py::test_a_run_goes_on_with_another_cp": 0,
+    "tests/parallel/layers/test_context_parallel.py::test_every_model_has_the_loss_and_gradients_of_one_process": 1,
+    "tests/train/plan/test_world_bytes.py::test_the_planned_bytes_of_shared_sequences_are_those_that_ranks_send": 2,
     "tests/test_llm_pretrain.py::test_a_console_that_is_not_utf8_ends_no_run": 0,
     "tests/train/plan/test_linears.py::test_a_dry_run_prints_what_the_run_then_does_to_each_linear": 1,
     "tests/train/test_distill_runs.py::test_the_log_has_cross_entropy_and_the_divergence_beside_it": 0,

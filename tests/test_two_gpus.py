@@ -21,6 +21,7 @@ MESHES = {
     "zero2 in order": ["quickstart", "--deterministic"],
     "zero3": ["quickstart", "--reshard_after_forward", "always"],
     "tensor": ["quickstart", "--tp", "2"],
+    "context": ["quickstart", "--cp", "2"],
     "expert": ["moe-quickstart", "--ep", "2"],
     "expert in order": ["moe-quickstart", "--ep", "2", "--deterministic"],
 }

@@ -119,7 +119,7 @@ def _nvfp4_absmax_kernel(
 
 
 @triton.jit(do_not_specialize=["role"])
-def _nvfp4_kernel(
+def _quantize_nvfp4_kernel(
     # fp32 or bf16 [m, k]; uint8 [rows, ceil(columns / 2)]; uint8 bits of e4m3 [rows, ceil(columns / 16)]; fp32 [1];
     # int64 [3].
     x_ptr, codes_ptr, scale_ptr, tensor_scale_ptr, key_ptr, role, m, k, rows, columns,
@@ -184,7 +184,7 @@ def launch_quantize_nvfp4(
     )  # fmt: skip
     _nvfp4_absmax_kernel[grid](x, amax, m, k, **layout)
     tensor_scale = _tensor_scale(amax.view(torch.float32))
-    _nvfp4_kernel[grid](
+    _quantize_nvfp4_kernel[grid](
         x, codes.view(torch.int8), scale.view(torch.int8), tensor_scale, key, role, m, k, rows, columns,
         STOCHASTIC=key is not None, CODE=encoding("e2m1", x.device), SCALE=encoding("e4m3", x.device), **layout,
     )  # fmt: skip
