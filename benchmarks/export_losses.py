@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from qtrain.bench.arguments import compared_schemes, split_list
-from qtrain.bench.pair_runs import pretrain
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.bench.train_step import reason_of
 from qtrain.commands.export import tokenizer_of
@@ -46,6 +45,7 @@ from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import FILE
 from qtrain.models.hf.impl import HfModel
 from qtrain.models.hf.readers.declared import KEY, READERS
+from qtrain.pairs.runs import pretrain
 from qtrain.quant import Scheme
 from qtrain.quant.export_codes import trained_codes, values_of
 from qtrain.train.assembly.exports import export_folders

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.bench import source_corpus
-from qtrain.bench.source_corpus import main, unique_files
 from qtrain.core.errors import UserError
+from qtrain.pairs import source_corpus
+from qtrain.pairs.source_corpus import main, unique_files
 
 
 def code(number: int) -> str:

@@ -1,7 +1,7 @@
 """What a scheme costs in learning, told by pairs: runs of a recipe under several variants, with the same seeds each.
 
-python -m qtrain.bench.seed_pairs --recipe configs/quickstart.json --schemes bf16,int8,fp8_rowwise --seeds 1,2,3
-python -m qtrain.bench.seed_pairs --collect --results_dir docs/results/learning --json docs/results/learning.json
+python -m qtrain.pairs.seed_pairs --recipe configs/quickstart.json --schemes bf16,int8,fp8_rowwise --seeds 1,2,3
+python -m qtrain.pairs.seed_pairs --collect --results_dir docs/results/learning --json docs/results/learning.json
 
 A variant is a scheme, or a name of --variants with the settings that it replaces. A pair is two runs with one seed, so
 with the same initial weights and the same batches; the tables give the difference of their validation losses in nats,
@@ -10,7 +10,7 @@ each by llm_pretrain.py in its own process on its own GPU. The same command agai
 --time_limit or otherwise: finished runs are read, not repeated, and unfinished ones resumed from their last checkpoint.
 
 A finished run is one line of a file in --results_dir; nothing else of it is needed. Files of several machines and days
-in one folder are one set of results: pair_results.py says which runs make a pair.
+in one folder are one set of results: results.py says which runs make a pair.
 """
 
 import contextlib
@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
-from qtrain.bench.pair_pages import write_pages
-from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
-from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
 from qtrain.core.checks import check_fields, user_path
 from qtrain.core.config import JsonDict, as_dict, parse, read_recipe
@@ -37,6 +34,9 @@ from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
+from qtrain.pairs.pages import write_pages
+from qtrain.pairs.results import RunResult, data_fingerprint, make_tables, read_results
+from qtrain.pairs.runs import PairedRun, Progress, train_all
 from qtrain.quant import SCHEMES
 from qtrain.scripts.llm_pretrain import PretrainSettings
 from qtrain.scripts.llm_pretrain import main as pretrain
@@ -89,7 +89,7 @@ class SeedPairsSettings:
 
 def main(argv: list[str]) -> None:
     began = time.monotonic()
-    settings = parse(SeedPairsSettings, argv, "-m qtrain.bench.seed_pairs", listing)
+    settings = parse(SeedPairsSettings, argv, "-m qtrain.pairs.seed_pairs", listing)
     runs_dir = user_path(settings.runs_dir, "--runs_dir")
     results_dir = user_path(settings.results_dir, "--results_dir") if settings.results_dir else runs_dir / "results"
     folders = [results_dir, *(user_path(folder, "--others") for folder in settings.others)]
@@ -154,7 +154,7 @@ def show(
     tables = make_tables(runs, reference, failures)
     print(*(table.markdown() for table in tables), sep="\n\n")
     about = {
-        "command": ["python", "-m", "qtrain.bench.seed_pairs", *argv],
+        "command": ["python", "-m", "qtrain.pairs.seed_pairs", *argv],
         "versions": runs[-1].versions if runs else {},
         "device": ", ".join(sorted({run.device for run in runs})),
         "settings": as_dict(settings),

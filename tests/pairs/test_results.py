@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.bench.pair_pages import write_pages
-from qtrain.bench.pair_results import (
+from qtrain.core.errors import UserError
+from qtrain.pairs.pages import write_pages
+from qtrain.pairs.results import (
     RunResult,
     averaged,
     data_fingerprint,
@@ -17,7 +18,6 @@ from qtrain.bench.pair_results import (
     read_results,
     shared_recipe,
 )
-from qtrain.core.errors import UserError
 from tests.data.corpora import write_jsonl
 from tests.train.log.report.pages import Page
 

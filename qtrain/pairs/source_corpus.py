@@ -1,6 +1,6 @@
 """The source code that is installed on this machine as token shards: text for pretraining without a network.
 
-python -m qtrain.bench.source_corpus --output_dir data/source --train_tokenizer 16384
+python -m qtrain.pairs.source_corpus --output_dir data/source --train_tokenizer 16384
 
 Files of source code and documentation below --roots, each content once, go to the split that a hash of their content
 names, in the order of that hash: the corpus depends on which contents are installed, not on where. Files of tables,
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from qtrain.bench.pair_results import data_fingerprint
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.process import run_script
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
+from qtrain.pairs.results import data_fingerprint
 from qtrain.scripts.tokenize_data import main as tokenize_data
 from qtrain.train.settings.listing import listing
 
@@ -68,7 +68,7 @@ class SourceFile:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(SourceCorpusSettings, argv, "-m qtrain.bench.source_corpus", listing)
+    settings = parse(SourceCorpusSettings, argv, "-m qtrain.pairs.source_corpus", listing)
     # Text first, then shards: the validation split is encoded by the tokenizer of the training split.
     output = user_path(settings.output_dir, "--output_dir")
     folders = {split: output.with_name(f"{output.name}_{split}") for split in ("train", "validation")}

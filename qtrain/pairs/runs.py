@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.bench.arguments import split_list
-from qtrain.bench.pair_results import RunResult, averaged, digest, shared_recipe, with_error
 from qtrain.bench.train_step import child_environment
 from qtrain.core.checks import read_json
 from qtrain.core.config import source_digest
+from qtrain.pairs.results import RunResult, averaged, digest, shared_recipe, with_error
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.state.checkpoint_files import newest_complete
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrain.bench.pair_results import RunResult, make_pairs, title_of
 from qtrain.core.errors import UserError
+from qtrain.pairs.results import RunResult, make_pairs, title_of
 from qtrain.train.log.report.compare import ComparedRun, compare_page
 from qtrain.train.log.report.records import Curve
 from qtrain.train.log.report.write import write_page

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.bench import pair_runs
-from qtrain.bench.seed_pairs import main
 from qtrain.core.errors import UserError
+from qtrain.pairs import runs as pair_runs
+from qtrain.pairs.seed_pairs import main
 from tests.data.corpora import write_jsonl
 from tests.system import serving, write_model
 

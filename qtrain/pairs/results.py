@@ -175,7 +175,7 @@ def _lines(path: Path, flag: str) -> list[str]:
 def _parsed(line: str, where: str) -> RunResult:
     record = parse_json(line, where)
     if not isinstance(record, dict):
-        raise UserError(f"{where}: not a JSON object; results are written by python -m qtrain.bench.seed_pairs.")
+        raise UserError(f"{where}: not a JSON object; results are written by python -m qtrain.pairs.seed_pairs.")
     run = RunResult(**check_fields(RunResult, record, where))
     for name in ("eval_loss", "train_loss"):
         if not all(len(point) == 2 for point in getattr(run, name)):
