@@ -18,6 +18,7 @@ from qtrain.core.config import JsonDict, parse
 from qtrain.core.process import run_script
 from qtrain.train.log.start_clock import StartClock
 from qtrain.train.settings.listing import listing
+from qtrain.train.settings.resumed_recipe import with_recipe_of_run
 from qtrain.train.settings.settings import CountOrZero, LanguageSettings, NotNegative
 
 SCRIPT = Path(__file__).stem
@@ -51,7 +52,7 @@ class FinetuneSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    train(parse(FinetuneSettings, argv, f"{SCRIPT}.py", listing))
+    train(parse(FinetuneSettings, with_recipe_of_run(argv, SCRIPT), f"{SCRIPT}.py", listing))
 
 
 def train(settings: FinetuneSettings) -> None:

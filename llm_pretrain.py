@@ -17,6 +17,7 @@ from qtrain.core.config import parse
 from qtrain.core.process import command_line, run_script
 from qtrain.train.log.start_clock import StartClock
 from qtrain.train.settings.listing import listing
+from qtrain.train.settings.resumed_recipe import with_recipe_of_run
 from qtrain.train.settings.settings import LanguageSettings
 
 SCRIPT = Path(__file__).stem
@@ -33,7 +34,7 @@ class PretrainSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    train(parse(PretrainSettings, argv, f"{SCRIPT}.py", listing))
+    train(parse(PretrainSettings, with_recipe_of_run(argv, SCRIPT), f"{SCRIPT}.py", listing))
 
 
 def train(settings: PretrainSettings) -> None:

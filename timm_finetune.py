@@ -21,6 +21,7 @@ from qtrain.core.process import run_script
 from qtrain.train.log.start_clock import StartClock
 from qtrain.train.log.status import epochs
 from qtrain.train.settings.listing import listing
+from qtrain.train.settings.resumed_recipe import with_recipe_of_run
 from qtrain.train.settings.settings import VisionSettings
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
 
 
 def main(argv: list[str]) -> None:
-    train(parse(VisionSettings, argv, f"{SCRIPT}.py", partial(listing, vision=True)))
+    train(parse(VisionSettings, with_recipe_of_run(argv, SCRIPT), f"{SCRIPT}.py", partial(listing, vision=True)))
 
 
 def train(settings: VisionSettings) -> None:

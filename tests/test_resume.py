@@ -207,7 +207,7 @@ def test_a_live_run_is_not_resumed_and_a_killed_one_is(server, tmp_path):
     assert tree(run) == before
     first.kill(signal.SIGKILL)
     assert (run / "run.lock").exists()
-    done = server.run("llm_pretrain", [*argv, f"--resume={run}"])
+    done = server.run("llm_pretrain", [f"--resume={run}"])  # with the settings of the run
     assert done.code == 0, done.err
     assert [row[0] for row in losses(run) if row[1] is not None] == [*range(1, 31)] and not (run / "run.lock").exists()
 
