@@ -1,5 +1,7 @@
 """Pairs of seeds: each run once, whatever interrupts the command; a line of results for each; variants; time limit."""
 
+import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -33,11 +35,12 @@ def trained(tmp_path, monkeypatch) -> Iterator[list[list[str]]]:
     Path("variants.json").write_text(json.dumps({**variants, "_comment": "for tests"}))
     started: list[list[str]] = []
 
-    with serving(tmp_path) as server:
+    with contextlib.ExitStack() as stack:
+        server = functools.cache(lambda: stack.enter_context(serving(tmp_path)))  # from the first run on
 
         def fork(arguments: list[str], **options: object) -> subprocess.CompletedProcess:
             started.append(arguments)
-            done = server.run("llm_pretrain", arguments)
+            done = server().run("llm_pretrain", arguments)
             return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
         monkeypatch.setattr(pair_runs, "pretrain", fork)
