@@ -154,12 +154,16 @@ time.sleep(60)
 
 def test_a_run_is_stopped_by_a_signal_that_lets_it_save(monkeypatch, tmp_path):
     """A process gets its GPU by CUDA_VISIBLE_DEVICES, and SIGTERM when its time is over."""
-    (tmp_path / "llm_pretrain.py").write_text(STOPPABLE)
+    script = tmp_path / "qtrain" / "scripts" / "llm_pretrain.py"
+    script.parent.mkdir(parents=True)
+    for folder in (script.parent, script.parent.parent):
+        (folder / "__init__.py").touch()
+    script.write_text(STOPPABLE)
     monkeypatch.setattr(pair_runs, "child_environment", lambda: {"PYTHONPATH": str(tmp_path)})
     monkeypatch.chdir(tmp_path)
     done = pair_runs.pretrain([], gpu="3", seconds=3.0, stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (143, "begun\nsaved\n") and done.args[0] == sys.executable
-    (tmp_path / "llm_pretrain.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    script.write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     assert pair_runs.pretrain([], gpu="3", stdout=subprocess.PIPE, text=True).stdout == "3\n"
 
 

@@ -17,13 +17,14 @@ def run(tmp_path):
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_run_and_a_checkpoint_of_it_have_one(run, named, joined):
     path = str(run / named)
-    argv = ["--n_steps", "9", *([f"--resume={path}"] if joined else ["--resume", path])]
+    argv = [f"--resume={path}"] if joined else ["--resume", path]
     assert with_recipe_of_run(argv, "llm_pretrain") == ["--config", str(run / "config.json"), *argv]
 
 
 def test_what_has_none_is_left_to_the_messages_of_the_flags(run):
     for argv in (
         ["--resume", str(run), "--config", "own.json"],
+        ["--n_steps", "9", "--resume", str(run)],
         ["--resume", str(run), "--resume", str(run)],
         ["--resume", str(run / "elsewhere")],
         ["--resume", "auto"],
