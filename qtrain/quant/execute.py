@@ -170,13 +170,11 @@ def operands_under_scale(
         fmt = rows or columns
         codes = quantize_rows(t, fmt, rounding, power_of_two, given(fmt))
         return Operands(codes, codes.summed_over_rows())
+    if columns and column_scale is None:
+        column_scale = given(columns)
     return Operands(
         quantize_rows(t, rows, rounding, power_of_two, given(rows)) if rows else t,
-        quantize_columns(
-            t, columns, rounding, power_of_two, request.groups, given(columns) if column_scale is None else column_scale
-        )
-        if columns
-        else t,
+        quantize_columns(t, columns, rounding, power_of_two, request.groups, column_scale) if columns else t,
     )
 
 

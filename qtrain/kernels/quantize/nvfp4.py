@@ -30,6 +30,7 @@ GROUP = 16
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3"]
 SMALLEST_SCALE = 2.0**-9
 """e4m3's smallest number above zero."""
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """A fixed random sign vector for all linears, as in the paper."""
@@ -132,10 +133,10 @@ def _quantize_nvfp4_kernel(
     x, amax, finite = _load_groups(x_ptr, row, column, m, k, TRANSPOSED, NEGATIVE)
     tensor_scale = tl.load(tensor_scale_ptr)
     scale = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), CODE.fmt.max), tensor_scale)
-    scale_codes = encode(tl.clamp(scale, 0.001953125, SCALE.fmt.max), 1.0, 0, False, False, SCALE)
-    # Divided by the scale that is stored: the value of its code, at least 2**-9, by its bits.
-    bits = scale_codes.to(tl.int32) << 20
-    stored = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: e4m3's bias is 7, fp32's 127
+    scale_codes = encode(tl.clamp(scale, _SMALLEST_SCALE, SCALE.fmt.max), 1.0, 0, False, False, SCALE)
+    # Divided by the scale that is stored: the value of its code, by its bits. fp32's bias is 120 above that of e4m3.
+    UP: tl.constexpr = 2.0 ** (127 - SCALE.fmt.exponent_bias)
+    stored = (scale_codes.to(tl.int32) << (23 - SCALE.fmt.mantissa_bits)).to(tl.float32, bitcast=True) * UP
     scaled = tl.reshape(tl.div_rn(x, (stored * tensor_scale)[:, None]), (ROWS, COLUMNS))
     noise = 0
     if STOCHASTIC:  # k is a multiple of 8: the eight elements of a draw share a row of x

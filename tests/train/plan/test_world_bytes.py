@@ -26,7 +26,7 @@ from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.traffic import weight_bytes_on_wire
@@ -158,6 +158,16 @@ def test_the_planned_bytes_of_divided_experts_are_those_that_ranks_send(scheme, 
         assert planned[what] == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what
 
 
+def _sent_in_a_step(model: Decoder, quantized: QuantizedModel, parallel: DataParallel) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches."""
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, language_forward(model, None), quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
 def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, shape: dict) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh = make_mesh(0, 0, "cpu", 2)
@@ -166,13 +176,7 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
-    parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
-    tokens = torch.arange(2 * 25).view(2, 25)
-    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
-    sent.clear()
-    compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
-    parallel.refresh()
-    return dict(sent)
+    return _sent_in_a_step(model, quantized, DataParallel(model, quantized, mesh))
 
 
 @pytest.mark.parametrize(
@@ -209,13 +213,7 @@ def _sent_with_shared_sequences(scheme: str, checkpointing: str, shape: dict) ->
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     made = SCHEMES.make(scheme, {}, "-")
     quantized = quantize_linears(model, made, seed=0, head=model.lm_head, shared=context.shared_linear)
-    parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
-    tokens = torch.arange(2 * 25).view(2, 25)
-    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
-    sent.clear()
-    compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
-    parallel.refresh()
-    return dict(sent)
+    return _sent_in_a_step(model, quantized, DataParallel(model, quantized, mesh))
 
 
 @pytest.mark.parametrize(
@@ -245,12 +243,7 @@ def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, realize=False)
     add_lora(model, lora, seed=0)
     parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=decoder_units(model))
-    tokens = torch.arange(2 * 25).view(2, 25)
-    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
-    sent.clear()
-    compute_gradients(model, language_forward(model, None), quantized, batches, 0, parallel=parallel)
-    parallel.refresh()
-    return dict(sent)
+    return _sent_in_a_step(model, quantized, parallel)
 
 
 @pytest.mark.parametrize(
