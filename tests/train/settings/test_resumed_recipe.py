@@ -7,7 +7,7 @@ from qtrain.train.settings.resumed_recipe import with_recipe_of_run
 
 @pytest.fixture
 def run(tmp_path):
-    run = tmp_path / "llm_pretrain" / "20260101-000000_it"
+    run = tmp_path / "lr=1" / "llm_pretrain" / "20260101-000000_it"
     (run / "checkpoints" / "00000008").mkdir(parents=True)
     (run / "config.json").write_text("{}")
     return run
