@@ -5,16 +5,16 @@ from qtrain.models.adapters.lora import Lora, add_lora, check_merge_format, merg
 from qtrain.models.adapters.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.build import build_model, empty_model
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.vision import VisionCost, vision_cost
+from qtrain.models.cost.vision import VisionCost
 from qtrain.models.execution import apply_recompute, compile_layers
 from qtrain.models.generation.engine import Decoding, Generation, continuations
 from qtrain.models.generation.same_bits import why_other_bits
-from qtrain.models.generation.sampling import GREEDY, Sampling
+from qtrain.models.generation.sampling import Sampling
 from qtrain.models.generation.streaming import Piece, stream_texts
 from qtrain.models.generation.text import TextStream
 from qtrain.models.hf.exports import check_export_folder, check_exports, export_as, left_by_training, read_formats
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
-from qtrain.models.hf.formats.table import keeping, kept
+from qtrain.models.hf.formats.table import keeping
 from qtrain.models.hf.io import export_hf, generation_config
 from qtrain.models.hf.quantized_export import HeldCodes
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
@@ -35,63 +35,3 @@ from qtrain.models.vision import (
     recompute_blocks,
     repeated_blocks,
 )
-
-__all__ = [
-    "EXPORT_FORMATS",
-    "GREEDY",
-    "RECOMPUTE_KINDS",
-    "RECOMPUTE_SETS",
-    "AdaptedOriginal",
-    "Decoder",
-    "Decoding",
-    "DistillOptions",
-    "Distillation",
-    "ExportFormat",
-    "Generation",
-    "HeldCodes",
-    "Lora",
-    "LossSums",
-    "ModelConfig",
-    "ModelSource",
-    "Piece",
-    "ResidualOffload",
-    "Sampling",
-    "TextStream",
-    "VisionCost",
-    "add_lora",
-    "apply_recompute",
-    "as_distill",
-    "as_lora",
-    "build_model",
-    "build_vision_model",
-    "check_export_folder",
-    "check_exports",
-    "check_merge_format",
-    "check_vision_model",
-    "compile_layers",
-    "compile_vision",
-    "constructor_kwargs",
-    "continuations",
-    "empty_model",
-    "empty_vision_model",
-    "export_as",
-    "export_hf",
-    "export_timm",
-    "generation_config",
-    "image_config",
-    "keeping",
-    "kept",
-    "left_by_training",
-    "linear_cross_entropy",
-    "list_models",
-    "load_adapter",
-    "merge_lora",
-    "read_formats",
-    "read_model_source",
-    "recompute_blocks",
-    "repeated_blocks",
-    "save_adapter",
-    "stream_texts",
-    "vision_cost",
-    "why_other_bits",
-]

@@ -8,21 +8,3 @@ from qtrain.quant.reassign import reassign
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.swap import quantize_linears
 from qtrain.quant.swiglu_mlp import KEEP_ALL, MLPMemory, supports_swiglu_mlp, swiglu_mlp
-
-__all__ = [
-    "KEEP_ALL",
-    "SCHEMES",
-    "LinearChoice",
-    "LowBitLinear",
-    "LowBitScheme",
-    "MLPMemory",
-    "QuantizedModel",
-    "Scheme",
-    "choose_linears",
-    "describe_choices",
-    "exported_tensors",
-    "quantize_linears",
-    "reassign",
-    "supports_swiglu_mlp",
-    "swiglu_mlp",
-]
