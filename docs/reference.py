@@ -93,13 +93,36 @@ def lines(names: Iterable[tuple[str, str]]) -> str:
     return table(("name", ""), ([f"`{name}`", cell(line)] for name, line in names))
 
 
+def exports_table() -> str:
+    """Scheme x export format; schemes with their default options."""
+    from qtrain.models import EXPORT_FORMATS
+    from qtrain.models.hf.formats.table import kept
+    from qtrain.quant import SCHEMES
+
+    formats = {name: EXPORT_FORMATS.make(name, {}, "--export_format") for name in EXPORT_FORMATS.names()}
+    formats = {name: fmt for name, fmt in formats.items() if fmt.weight is not None}
+    rows = []
+    for scheme_name in SCHEMES.names():
+        if scheme_name in ("auto", "bf16"):  # a scheme for each linear, and none
+            continue
+        scheme = SCHEMES.make(scheme_name, {}, "--quantize")
+        held = {name: kept(scheme, fmt) for name, fmt in formats.items()}
+        equal = [f"`{name}`{k.text.removeprefix('equal')}" for name, k in held.items() if k.equal]
+        new: dict[str, list[str]] = {}
+        for name, k in held.items():
+            if not k.equal:
+                new.setdefault(k.text, []).append(f"`{name}`")
+        reasons = "; ".join(f"{why}: {', '.join(names)}" for why, names in new.items())
+        rows.append([f"`{scheme_name}`", ", ".join(equal), reasons])
+    return table(("scheme", "equal codes", "new codes"), rows)
+
+
 def registries() -> dict[str, str]:
     """Every registry, as `--list` has them."""
     from qtrain.data.images.images import IMAGE_SETS
     from qtrain.data.stream import DATASETS
     from qtrain.data.tokenizers.tokenizer import TOKENIZERS
     from qtrain.models import EXPORT_FORMATS, list_models
-    from qtrain.models.hf.formats.table import exports_table
     from qtrain.optim import OPTIMIZERS
     from qtrain.quant import SCHEMES
     from qtrain.train.settings.exclusions import exclusions_table

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.quant.export_codes import trained_formats, why_not_held
-from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.scheme import LowBitScheme, Scheme
 
 
 class KeptCodes(NamedTuple):
@@ -42,23 +42,3 @@ def keeping(schemes: Iterable[LowBitScheme]) -> list[str]:
             others = sum(trained_formats(scheme)[0].fmt != fmt.weight.fmt for scheme in schemes)
             order[name] = others, sum(k.text != "equal" for k in held), len(name), name
     return sorted(order, key=order.__getitem__)
-
-
-def exports_table() -> str:
-    """Scheme x format in Markdown, for the documentation; schemes with their default options."""
-    formats = {name: EXPORT_FORMATS.make(name, {}, "--export_format") for name in EXPORT_FORMATS.names()}
-    formats = {name: fmt for name, fmt in formats.items() if fmt.weight is not None}
-    lines = ["| scheme | equal codes | new codes |", "|---|---|---|"]
-    for scheme_name in SCHEMES.names():
-        if scheme_name in ("auto", "bf16"):  # a scheme for each linear, and none
-            continue
-        scheme = SCHEMES.make(scheme_name, {}, "--quantize")
-        held = {name: kept(scheme, fmt) for name, fmt in formats.items()}
-        equal = [f"`{name}`{k.text.removeprefix('equal')}" for name, k in held.items() if k.equal]
-        new: dict[str, list[str]] = {}
-        for name, k in held.items():
-            if not k.equal:
-                new.setdefault(k.text, []).append(f"`{name}`")
-        reasons = "; ".join(f"{why}: {', '.join(names)}" for why, names in new.items())
-        lines.append(f"| `{scheme_name}` | {', '.join(equal)} | {reasons} |")
-    return "\n".join(lines) + "\n"
