@@ -47,10 +47,6 @@ class ParameterCount:
         """What a token uses."""
         return self.total - self.inactive
 
-    @property
-    def non_embedding(self) -> int:
-        return self.linear + self.other
-
 
 class ParameterGroup(NamedTuple):
     """`count` parameters of one shape. hidden: they are matrices of hidden layers; parts: rows of the projections fused
