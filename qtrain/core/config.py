@@ -46,36 +46,19 @@ from qtrain.core.process import command_line
 C = TypeVar("C")
 
 
-def _json(arguments: list[str]) -> Any:
-    try:
-        return parse_json(arguments[0], "JSON")
-    except UserError as error:
-        raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
+def _json_field(what: str, accepts: Callable[[Any], bool], kind: type) -> tyro.constructors.PrimitiveConstructorSpec:
+    """A field that is written as JSON. what: what it must be, and how that is written; accepts: whether a value other
+    than None is one, read from JSON or in a recipe; kind: the type of the field."""
 
+    def read(arguments: list[str]) -> Any:
+        try:
+            value = parse_json(arguments[0], "JSON")
+        except UserError as error:
+            raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
+        if not accepts(value):
+            raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON {what}.")
+        return kind(value)
 
-def _json_object(arguments: list[str]) -> dict[str, Any]:
-    value = _json(arguments)
-    if not isinstance(value, dict):
-        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON object; write it in braces.")
-    return value
-
-
-def _json_names(arguments: list[str]) -> tuple[str, ...]:
-    value = _json(arguments)
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f'JSON: {shown(arguments[0])} is not a JSON list of names; write it as ["a","b"].')
-    return tuple(value)
-
-
-def _json_list(arguments: list[str]) -> tuple[Any, ...]:
-    value = _json(arguments)
-    if not isinstance(value, list):
-        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON list; write it in brackets.")
-    return tuple(value)
-
-
-def _json_field(read: Callable[[list[str]], Any], accepts: Callable[[Any], bool]) -> Any:
-    """A field that is written as JSON. read: its value from a flag; accepts: whether a value other than None is one."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
@@ -85,7 +68,13 @@ def _json_field(read: Callable[[list[str]], Any], accepts: Callable[[Any], bool]
     )
 
 
-JsonDict = Annotated[dict[str, Any] | None, _json_field(_json_object, lambda value: isinstance(value, dict))]
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+_OBJECT = _json_field("object; write it in braces", lambda value: isinstance(value, dict), dict)
+_read_object = _OBJECT.instance_from_str
+JsonDict = Annotated[dict[str, Any] | None, _OBJECT]
 """A field that is a JSON object, both as a flag and in a recipe."""
 
 JsonText = Annotated[
@@ -93,7 +82,7 @@ JsonText = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAME|JSON",
-        instance_from_str=lambda given: _json_object(given) if given[0].lstrip().startswith("{") else given[0],
+        instance_from_str=lambda given: _read_object(given) if given[0].lstrip().startswith("{") else given[0],
         is_instance=lambda value: value is None or isinstance(value, str | dict),
         str_from_instance=lambda value: [value if isinstance(value, str) else json.dumps(value)],
     ),
@@ -101,17 +90,17 @@ JsonText = Annotated[
 """A field that is a name or a JSON object, both as a flag and in a recipe."""
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-
-
-_NAMES = _json_field(_json_names, _are_names)
+_NAMES = _json_field(
+    'list of names; write it as ["a","b"]',
+    lambda value: _is_list(value) and all(isinstance(name, str) for name in value),
+    tuple,
+)
 JsonNames = Annotated[tuple[str, ...], _NAMES]
 """A field that is a JSON list of names, both as a flag and in a recipe."""
 GivenNames = Annotated[tuple[str, ...] | None, _NAMES]
 """The same of a field that may also not be given."""
 
-JsonList = Annotated[tuple[Any, ...] | None, _json_field(_json_list, lambda value: isinstance(value, tuple))]
+JsonList = Annotated[tuple[Any, ...] | None, _json_field("list; write it in brackets", _is_list, tuple)]
 """A field that is a JSON list, both as a flag and in a recipe."""
 
 
