@@ -63,12 +63,17 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     return by_folded[found[0]] if found else None
 
 
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """The end of a message that names the nearest allowed name; "" when nothing is close."""
+    close = nearest(given, allowed)
+    return f" Did you mean {close!r}?" if close else ""
+
+
 def unknown_name(flag: str, kind: str, given: str, allowed: Iterable[str], fix: str = "") -> UserError:
     """An error for a name that is in no registry: what was given, what is allowed, the nearest match, the fix."""
     allowed = sorted(allowed)
     shown = ", ".join(allowed[:12]) + (f", ... ({len(allowed)} in all)" if len(allowed) > 12 else "") or "none"
-    close = nearest(given, allowed)
-    hint = f" Did you mean {close!r}?" if close else ""
+    hint = did_you_mean(given, allowed)
     return UserError(f"{flag}: unknown {kind} {given!r}.{hint} Allowed: {shown}.{' ' + fix if fix else ''}")
 
 

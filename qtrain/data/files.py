@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qtrain.core.checks import user_path
-from qtrain.core.errors import NotHere, UserError, nearest
+from qtrain.core.errors import NotHere, UserError, did_you_mean
 from qtrain.core.reading import refuse_special
 from qtrain.data.compression import COMPRESSED
 
@@ -65,8 +65,8 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
         root = Path(*path.parts[:first_magic])
         found = [p for p in map(Path, glob_files(path)) if format_of(p) in suffixes]
     else:
-        close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
-        raise NotHere(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
+        hint = did_you_mean(entry, map(str, path.parent.glob("*")))
+        raise NotHere(f"{flag}: {entry!r} does not exist.{hint}{fix}")
     for file in found:
         refuse_special(file, flag)
     if not found:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.core.errors import NotHere, UserError, first_line, nearest, unknown_name
+from qtrain.core.errors import NotHere, UserError, did_you_mean, first_line, unknown_name
 from qtrain.core.hub import reaching_hub
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
@@ -29,8 +29,7 @@ def missing_column(
     flag: str, where: str, column: str, columns: list[str], fix: str = "Set text_column to one."
 ) -> UserError:
     """The error for rows of `where` that lack `column`."""
-    close = nearest(column, columns)
-    hint = f" Did you mean {close!r}?" if close else ""
+    hint = did_you_mean(column, columns)
     return UserError(f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. {fix}")
 
 

@@ -111,13 +111,16 @@ class Stream(ABC):
 class Dataset(ABC):
     """A dataset type's options. Registered ones are frozen dataclasses."""
 
+    tokenizer: str | None = None
+    """Name of the tokenizer, an option of most types."""
+
     @abstractmethod
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         """Open the stream. Whatever can be refused is refused here, as UserError naming `flag`."""
 
-    @abstractmethod
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         """The tokenizer of its ids, or None where the dataset names none."""
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def tokenizes(self, flag: str) -> bool:
         """Whether it reads text, which needs a tokenizer: its own or the model's."""

@@ -19,7 +19,7 @@ from qtrain.data.files import edges, split_of
 from qtrain.data.hub_rows import RowReader, RowSource, valid_unicode
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import ESTIMATED_FROM, Dataset, Extent, Stream, StreamContext, check_position, checked_tokenizer
-from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 COUNTS = ("read", "dropped", "cut", "empty")
 """Examples read; too long and dropped; too long and cut; without anything to train on, and dropped."""
@@ -62,9 +62,6 @@ class ExampleDataset(Dataset):
     @abstractmethod
     def renderer(self, tokenizer: Tokenizer, flag: str) -> "Renderer":
         """What turns rows into segments. UserError for options that cannot be used."""
-
-    def load_tokenizer(self, flag: str) -> Tokenizer | None:
-        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         return ExampleStream(*self._reader(ctx, flag), ctx, self, flag)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from qtrain.core.errors import UserError, missing_package, nearest, unknown_name
+from qtrain.core.errors import UserError, did_you_mean, missing_package, unknown_name
 from qtrain.data.files import data_path, files_below
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode, opened
 from qtrain.data.permutation import Permutation
@@ -63,8 +63,7 @@ class ImageFolder(ImageSet):
     def _open(self, root: Path, flag: str) -> Images:
         if not root.is_dir():
             wrong = "is a file" if root.exists() else "does not exist"
-            close = nearest(self.path, [str(p) for p in root.parent.glob("*/")]) if root.parent.is_dir() else None
-            hint = f" Did you mean {close!r}?" if close else ""
+            hint = did_you_mean(self.path, map(str, root.parent.glob("*/")))
             raise UserError(f"{flag}: the folder {self.path!r} {wrong}.{hint}")
         if self.split is None:
             _refuse_splits_as_classes(root, flag)

@@ -30,7 +30,7 @@ from qtrain.data.stream import (
     checked_tokenizer,
 )
 from qtrain.data.text.documents import BadRecord, DocumentOrder, Documents
-from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 ENCODE_CHARACTERS = 1 << 17
 ENCODE_DOCUMENTS = 64
@@ -160,9 +160,6 @@ class TextDataset(Dataset):
     bad_records: Literal["stop", "skip"] = "stop"
     """a line, record or row that is no text, or lacks the column: stop the run, or skip it and count it"""
 
-    def load_tokenizer(self, flag: str) -> Tokenizer | None:
-        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
-
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         if self.split and self.part and self.split != self.part:
             raise UserError(f"{flag}: split is {self.split!r} and part is {self.part!r}; they mean the same, give one.")
@@ -237,9 +234,6 @@ class HfTextDataset(Dataset):
     """files or globs, or an object of them by split"""
     shuffle_buffer: Annotated[int, Range(1)] = 1000
     """rows that are shuffled together, after the dataset's files are shuffled"""
-
-    def load_tokenizer(self, flag: str) -> Tokenizer | None:
-        return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)

@@ -38,7 +38,7 @@ class TokenDataset(Dataset):
             if tokenizer.fingerprint() != manifest.tokenizer["fingerprint"]:
                 raise UserError(f"{flag}: the tokenizer in {folder} is not the one that its shards were written with.")
             return tokenizer
-        return load_tokenizer(self.tokenizer, flag) if self.tokenizer else None
+        return super().load_tokenizer(flag)
 
     def tokenizes(self, flag: str) -> bool:
         return False

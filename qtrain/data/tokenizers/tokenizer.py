@@ -17,7 +17,7 @@ from typing import Any
 
 from qtrain.core.checks import read_json, user_path
 from qtrain.core.checksums import check_checksums
-from qtrain.core.errors import NotHere, UserError, first_line, nearest
+from qtrain.core.errors import NotHere, UserError, did_you_mean, first_line
 from qtrain.core.hub import hub_reachable, reaching_hub
 from qtrain.core.reading import refuse_special
 from qtrain.data.tokenizers.panics import muted_panics
@@ -248,11 +248,10 @@ def load_tokenizer(name: str, flag: str) -> Tokenizer:
     if path.is_file():
         return _from_file(name, path, flag)
     if path.suffix in (".json", ".model") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        close = nearest(name, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
-        raise NotHere(f"{flag}: the tokenizer {name!r} does not exist.{f' Did you mean {close!r}?' if close else ''}")
-    close = nearest(name, ["byte", *ALIASES]) if "/" not in name else None
-    if close or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        hint = f" Did you mean {close!r}?" if close else ""
+        hint = did_you_mean(name, map(str, path.parent.glob("*")))
+        raise NotHere(f"{flag}: the tokenizer {name!r} does not exist.{hint}")
+    hint = did_you_mean(name, ["byte", *ALIASES]) if "/" not in name else ""
+    if hint or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise UserError(f"{flag}: unknown tokenizer {name!r}.{hint} Allowed: {', '.join(TOKENIZERS)}, {OTHER_FORMS}.")
     return _from_hub(name, name, flag)
 
