@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.core.checks import check_value
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import pack
-from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, Group, NameMatch, left_by_default
+from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, codes_of_linears
 from qtrain.models.hf.readers.reader import FLOATS, MatrixReader, Part, Unreadable, check_ternary
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
@@ -54,9 +53,7 @@ def read_bitnet(config: Mapping[str, Any], where: str) -> DeclaredCodes | None:
             raise UserError(f"{where}.{key}: {value!r} is not allowed; it must be {' or '.join(map(repr, allowed))}.")
     if mode == "online":
         return None
-    skip = check_value(f"{where}.modules_to_not_convert", config.get("modules_to_not_convert"), list[str] | None)
-    group = Group(NameMatch.all_linears(), PackedTernary(kind == "bitlinear"))
-    return DeclaredCodes("bitnet", (group,), left_by_default(skip))
+    return codes_of_linears(config, PackedTernary(kind == "bitlinear"), "modules_to_not_convert", where)
 
 
 READERS["bitnet"] = read_bitnet

@@ -19,7 +19,7 @@ from qtrain.core.checks import Range, check_value, parse_json, shown
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import NF4_VALUES
 from qtrain.kernels.quantize.nf4 import BLOCK
-from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, Group, NameMatch, left_by_default
+from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, codes_of_linears
 from qtrain.models.hf.readers.reader import (
     AT_ONCE,
     MatrixReader,
@@ -118,9 +118,8 @@ def read_bitsandbytes(config: Mapping[str, Any], where: str) -> DeclaredCodes:
         raise UserError(f"{where}: 8-bit weights of bitsandbytes are not read; only NF4 is.")
     if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
         raise UserError(f"{where}.bnb_4bit_quant_type: {shown(kind)} is not read; only 'nf4' is.")
-    skip = check_value(f"{where}.llm_int8_skip_modules", config.get("llm_int8_skip_modules"), list[str] | None)
     nested = check_value(f"{where}.bnb_4bit_use_double_quant", config.get("bnb_4bit_use_double_quant", False), bool)
-    return DeclaredCodes("bitsandbytes", (Group(NameMatch.all_linears(), Nf4(nested)),), left_by_default(skip))
+    return codes_of_linears(config, Nf4(nested), "llm_int8_skip_modules", where)
 
 
 READERS["bitsandbytes"] = read_bitsandbytes

@@ -28,10 +28,6 @@ class NameMatch:
     endings: tuple[str, ...] = ()
     expressions: tuple[re.Pattern[str], ...] = ()
 
-    @classmethod
-    def all_linears(cls) -> "NameMatch":
-        return cls(linears=True)
-
     def __call__(self, module: str) -> bool:
         return (
             self.linears
@@ -91,6 +87,12 @@ class DeclaredCodes:
     def description(self) -> str:
         """For messages: 'fp8: e4m3, a scale per 128x128'."""
         return f"{self.method}: {'; '.join(dict.fromkeys(group.reader.description for group in self.groups))}"
+
+
+def codes_of_linears(config: Mapping[str, Any], reader: MatrixReader, skip: str, where: str) -> DeclaredCodes:
+    """Codes of one format in all linears but those in the list under the key `skip`, as transformers has them."""
+    left = check_value(f"{where}.{skip}", config.get(skip), list[str] | None)
+    return DeclaredCodes(config["quant_method"], (Group(NameMatch(linears=True), reader),), left_by_default(left))
 
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], DeclaredCodes | None]] = {}

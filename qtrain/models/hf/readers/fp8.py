@@ -8,7 +8,7 @@ from typing import Any
 
 from qtrain.core.checks import check_value
 from qtrain.core.errors import UserError
-from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, Group, NameMatch, left_by_default
+from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, codes_of_linears
 from qtrain.models.hf.readers.reader import EXPONENTS, FLOATS, EightBits
 
 _BLOCKS = {(128, 128): "128x128", (1, 128): "1x128", (1, 32): "1x32"}
@@ -24,10 +24,8 @@ def read_fp8(config: Mapping[str, Any], where: str) -> DeclaredCodes:
     if granularity is None:
         allowed = ", ".join(str(list(blocks)) for blocks in _BLOCKS)
         raise UserError(f"{where}.weight_block_size: {size} is not read; only {allowed} and null are.")
-    skip = check_value(f"{where}.modules_to_not_convert", config.get("modules_to_not_convert"), list[str] | None)
     reader = EightBits("e4m3", granularity, "weight_scale_inv", FLOATS + EXPONENTS)
-    method = config["quant_method"]
-    return DeclaredCodes(method, (Group(NameMatch.all_linears(), reader),), left_by_default(skip))
+    return codes_of_linears(config, reader, "modules_to_not_convert", where)
 
 
 READERS["fp8"] = READERS["mxfp8"] = read_fp8
