@@ -9,7 +9,7 @@ from torch import nn
 
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.models.hf.impl import HfModel, build_hf_model
-from qtrain.models.hf.initial_values import DrawnValues, InitialValues, LoadedValues
+from qtrain.models.hf.initial_values import DrawnValues, LoadedValues
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.tensors.lazy import is_lazy, make_lazy
@@ -66,7 +66,7 @@ def build_model(
     return model
 
 
-def _make_matrices_lazy(name: str, module: nn.Module, values: InitialValues) -> None:
+def _make_matrices_lazy(name: str, module: nn.Module, values: DrawnValues | LoadedValues) -> None:
     """Leave the matrices that `module` holds itself to be made from `values`."""
 
     def make(own: str, shape: torch.Size, like: dict) -> torch.Tensor:
@@ -77,7 +77,9 @@ def _make_matrices_lazy(name: str, module: nn.Module, values: InitialValues) -> 
     for own, p in module.named_parameters(recurse=False):
         if p.ndim > 1:
             like = {"dtype": p.dtype, "device": p.device}
-            stored = functools.partial(values.codes, f"{name}.{own}", shape=p.shape, **like)
+            stored = None
+            if isinstance(values, LoadedValues):
+                stored = functools.partial(values.codes, f"{name}.{own}", shape=p.shape, **like)
             make_lazy(p, functools.partial(make, own, p.shape, like), stored)
 
 

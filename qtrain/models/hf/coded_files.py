@@ -1,6 +1,6 @@
 """The matrices of a checkpoint that are codes, found by the headers of its files and read one at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
-from qtrain.models.hf.io import opened_tensors, refuse_nonfinite, refuse_tensors
+from qtrain.models.hf.io import by_file, opened_tensors, refuse_nonfinite, refuse_tensors, tensor_headers
 from qtrain.models.hf.readers.declared import KEY, DeclaredCodes
 from qtrain.models.hf.readers.reader import MatrixReader, Unreadable, refuse_nonfinite_scale
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
@@ -99,29 +99,18 @@ class CodedFiles:
     def _check(self) -> None:
         needed = {part for matrix in self._matrices.values() for part in matrix.parts.values()}
         refuse_tensors(self._where, "lacks the tensors", needed - self._files.keys())
-        headers = self._headers(needed)
+        headers = tensor_headers(needed, self._files, self._where)
         for matrix in self._matrices.values():
             for part, wanted in matrix.reader.parts(matrix.n, matrix.k).items():
                 if why := wanted.why_not(*headers[matrix.parts[part]]):
                     raise UserError(f"{self._where}: {matrix.parts[part]} {why}.")
-
-    def _headers(self, names: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of tensors, from the headers of their files."""
-        found = {}
-        for file, members in _by_file(names, self._files).items():
-            with opened_tensors(file, self._where) as opened:
-                refuse_tensors(self._where, f"lacks in {file.name} the tensors", set(members) - set(opened.keys()))
-                for name in members:
-                    stored = opened.get_slice(name)
-                    found[name] = (stored.get_dtype(), tuple(stored.get_shape()))
-        return found
 
     def _read(self, name: str, device: str, use: Callable[[Mapping[str, Tensor]], T]) -> T:
         """What `use` makes of a matrix's tensors on `device`. UserError for what it cannot read."""
         matrix: _Matrix = self._matrices[name]
         parts: dict[str, Tensor] = {}
         by_name = {full: part for part, full in matrix.parts.items()}
-        for file, members in _by_file(by_name, self._files).items():
+        for file, members in by_file(by_name, self._files).items():
             with opened_tensors(file, self._where, device) as opened:
                 parts |= {by_name[member]: opened.get_tensor(member) for member in members}
         for part, tensor in parts.items():
@@ -130,10 +119,3 @@ class CodedFiles:
             return use(parts)
         except Unreadable as error:
             raise UserError(f"{self._where}: {name} {error}.") from None
-
-
-def _by_file(names: Iterable[str], files: Mapping[str, Path]) -> dict[Path, list[str]]:
-    found: dict[Path, list[str]] = {}
-    for name in sorted(names):
-        found.setdefault(files[name], []).append(name)
-    return found

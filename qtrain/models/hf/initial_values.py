@@ -2,8 +2,8 @@
 source's safetensors."""
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +13,20 @@ from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.models.config.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.hf.coded_files import CodedFiles
-from qtrain.models.hf.io import files_of_tensors, opened_tensors, refuse_nonfinite, refuse_tensors, weights_folder
+from qtrain.models.hf.io import (
+    files_of_tensors,
+    opened_tensors,
+    refuse_nonfinite,
+    refuse_tensors,
+    tensor_headers,
+    weights_folder,
+)
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.tensors.partition import Partition
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-
-
-class InitialValues(Protocol):
-    """What gives the parameters of a model their first values, one after the other."""
-
-    def fill(self, name: str, target: Tensor) -> None:
-        """Give `target` the value of the parameter `name`, or of the part of it that this rank holds."""
-
-    def codes(
-        self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> StoredWeight | None:
-        """The parameter `name` as a weight stored in `format`, with the codes that the source has of it; None where it
-        has none in this format."""
 
 
 class DrawnValues:
@@ -48,6 +42,7 @@ class DrawnValues:
 
     @torch.no_grad()
     def fill(self, name: str, target: Tensor) -> None:
+        """Give `target` the value of the parameter `name`, or of the part of it that this rank holds."""
         if target.ndim < 2:
             target.fill_(0.0 if name.endswith("bias") else 1.0)
             return
@@ -56,11 +51,6 @@ class DrawnValues:
         full = torch.empty(shape, dtype=torch.float32, device=target.device)
         full.normal_(0.0, self._std, generator=generator)
         target.copy_(part.take(full) if part else full)
-
-    def codes(
-        self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> StoredWeight | None:
-        return None
 
 
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -120,33 +110,25 @@ class LoadedValues:
         part, target = self._partition(entry.name), tensors[entry.name]
         return entry.shape(part.full_shape(target.shape) if part else target.shape)
 
-    def _check(self, slices: Any, tensors: dict[str, Tensor]) -> None:
-        by_file: dict[Path, list[TensorSlice]] = {}
+    def _check(self, slices: Collection[TensorSlice], tensors: dict[str, Tensor]) -> None:
+        headers, wrong = tensor_headers((entry.hf_name for entry in slices), self._files, self._where), []
         for entry in slices:
-            by_file.setdefault(self._files[entry.hf_name], []).append(entry)
-        wrong = []
-        for file, members in sorted(by_file.items()):
-            with opened_tensors(file, self._where) as opened:
-                missing = {entry.hf_name for entry in members} - set(opened.keys())
-                refuse_tensors(self._where, f"lacks in {file.name} the tensors", missing)
-                for entry in members:
-                    # Shape and dtype are in the file's header: nothing is loaded yet.
-                    stored = opened.get_slice(entry.hf_name)
-                    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                    if shape != (expected := self._full_shape(entry, tensors)):
-                        wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
-                    elif "F" not in dtype or (self._coded is not None and dtype.startswith("F8")):
-                        # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
-                        scales = [] if self._coded is None else self._coded.lacking(entry.hf_name)
-                        refuse_tensors(self._where, "lacks the tensors", scales)
-                        raise UserError(
-                            f"{self._where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load."
-                        )
+            dtype, shape = headers[entry.hf_name]
+            if shape != (expected := self._full_shape(entry, tensors)):
+                wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
+            elif "F" not in dtype or (self._coded is not None and dtype.startswith("F8")):
+                # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
+                scales = [] if self._coded is None else self._coded.lacking(entry.hf_name)
+                refuse_tensors(self._where, "lacks the tensors", scales)
+                raise UserError(
+                    f"{self._where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load."
+                )
         refuse_tensors(self._where, "has tensors of another shape than its config says", wrong)
 
     @torch.no_grad()
     def fill(self, name: str, target: Tensor) -> None:
-        """As `InitialValues.fill`; a buffer that the source does not have keeps its value."""
+        """Give `target` the value of the parameter or buffer `name`, or of the part of it that this rank holds; a
+        buffer that the source does not have keeps its value."""
         part = self._partition(name)
         for file, members in self._slices.get(name, {}).items():
             with opened_tensors(file, self._where, str(target.device)) as opened:
@@ -163,7 +145,8 @@ class LoadedValues:
     def codes(
         self, name: str, format: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> StoredWeight | None:
-        """As `InitialValues.codes`: of a parameter of one process all of whose tensors are in this format."""
+        """The parameter `name` as a weight stored in `format`, with the codes that the source has of it; None unless
+        all of its tensors are in this format, and on this process."""
         entries, wanted = self._matrices.get(name, []), STORED_FORMATS[format]
         if name in self._slices or not entries or self._partition(name) is not None:
             return None

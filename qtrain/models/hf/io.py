@@ -8,7 +8,7 @@ import contextlib
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,6 +192,29 @@ def opened_tensors(file: Path, where: str, device: str = "cpu") -> Iterator[Any]
         raise UserError(f"{where}: {file} cannot be read as safetensors: {error}") from None
     with opened as tensors:
         yield tensors
+
+
+def by_file(names: Iterable[str], files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """The tensors of each file, so that one is opened once."""
+    found: dict[Path, list[str]] = {}
+    for name in sorted(names):
+        found.setdefault(files[name], []).append(name)
+    return found
+
+
+def tensor_headers(
+    names: Iterable[str], files: Mapping[str, Path], where: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of tensors, from the headers of their files: nothing is loaded. UserError for those that are not
+    in the file that the index names."""
+    found = {}
+    for file, members in by_file(names, files).items():
+        with opened_tensors(file, where) as opened:
+            refuse_tensors(where, f"lacks in {file.name} the tensors", set(members) - set(opened.keys()))
+            for name in members:
+                stored = opened.get_slice(name)
+                found[name] = (stored.get_dtype(), tuple(stored.get_shape()))
+    return found
 
 
 def refuse_tensors(where: str, what: str, names: Any) -> None:
