@@ -65,32 +65,29 @@ class MixtureKeys:
     shared: str = "shared_experts"
 
 
-def _routed(values: Mapping[str, Any], experts_key: str, where: str, **defaults: Any) -> dict[str, Any]:
-    """Experts, and how many of them a token uses. defaults: of missing keys; without one the key is needed."""
+def _routed(values: Mapping[str, Any], experts_key: str, where: str) -> dict[str, Any]:
+    """Experts, how many of them a token uses, and the weight of the loss that balances them."""
     if "num_local_experts" in values:  # transformers 5 writes it for Qwen3-MoE
         experts_key = "num_local_experts"
-    experts = read(values, experts_key, Count, where, **_default(defaults, "experts"))
-    per_token = read(values, "num_experts_per_tok", Count, where, **_default(defaults, "per_token"))
+    experts, per_token = (read(values, key, Count, where) for key in (experts_key, "num_experts_per_tok"))
     if per_token > experts:
         raise UserError(f"{where}: num_experts_per_tok {per_token} is more than {experts_key} {experts}.")
-    return {"experts": experts, "per_token": per_token}
+    aux_loss = read(values, "router_aux_loss_coef", NotNegative, where)
+    return {"experts": experts, "per_token": per_token, "aux_loss": aux_loss}
 
 
-def _default(defaults: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {"default": defaults[key]} if key in defaults else {}
-
-
-def _aux_loss(values: Mapping[str, Any], where: str, default: float) -> float:
-    return read(values, "router_aux_loss_coef", NotNegative, where, default)
+# What transformers takes for keys that a config.json lacks.
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+_OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01}
+_QWEN3 = {"num_experts": 128, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
 
 
 def _read_mixtral(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     refuse_other_values(values, {"router_jitter_noise": (0, None)}, where)
     return MoEConfig(
-        **_routed(values, "num_local_experts", where, experts=8, per_token=2),
+        **_routed({**_MIXTRAL, **values}, "num_local_experts", where),
         width=read(values, "intermediate_size", Count, where),
         normalize=True,
-        aux_loss=_aux_loss(values, where, 0.001),
     )
 
 
@@ -101,10 +98,9 @@ def _write_mixtral(mixture: MoEConfig) -> dict[str, Any]:
 def _read_olmoe(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     refuse_other_values(values, {"clip_qkv": (None,)}, where)
     return MoEConfig(
-        **_routed(values, "num_experts", where, experts=64, per_token=8),
+        **_routed({**_OLMOE, **values}, "num_experts", where),
         width=read(values, "intermediate_size", Count, where),
         normalize=read(values, "norm_topk_prob", bool, where, False),
-        aux_loss=_aux_loss(values, where, 0.01),
     )
 
 
@@ -117,10 +113,9 @@ def _read_qwen(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     step = read(values, "decoder_sparse_step", Count, where, 1)
     dense = read(values, "mlp_only_layers", list[int], where, None) or []
     return MoEConfig(
-        **_routed(values, "num_experts", where, experts=128, per_token=8),
+        **_routed({**_QWEN3, **values}, "num_experts", where),
         width=read(values, "moe_intermediate_size", Count, where, 768),
         normalize=read(values, "norm_topk_prob", bool, where, False),
-        aux_loss=_aux_loss(values, where, 0.001),
         # Counted from 1: with a step of 2 the layers 1, 3, ... are mixtures.
         dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
     )
@@ -158,7 +153,6 @@ def _read_deepseek(values: Mapping[str, Any], layers: int, where: str, defaults:
         width=width,
         shared_width=width * read(values, "n_shared_experts", Count, where),
         scaling=read(values, "routed_scaling_factor", Positive, where),
-        aux_loss=_aux_loss(values, where, 0.0),
         dense_layers=tuple(range(min(layers, read(values, "first_k_dense_replace", CountOrZero, where)))),
     )
 
@@ -169,6 +163,7 @@ _V2 = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
+    "router_aux_loss_coef": 0.0,
 }
 _V3 = {
     "moe_intermediate_size": 2048,
@@ -177,6 +172,7 @@ _V3 = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 3,
+    "router_aux_loss_coef": 0.0,
 }
 
 
