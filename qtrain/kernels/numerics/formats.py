@@ -135,7 +135,13 @@ def empty_codes(
     return codes, empty_scale(granularity, *shape, x)
 
 
-def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
+def pack(codes: Tensor, fmt: str) -> Tensor:
+    """Codes int8 or fp8 [..., K] -> as the format stores them."""
+    per_byte = FORMATS[fmt].packing
+    if per_byte == 1:
+        return codes
+    if FORMATS[fmt].signs:
+        codes = codes >> 1  # 1 becomes 0, and -1 stays -1: the sign bit in the lowest place
     bits = 8 // per_byte
     fields = F.pad(codes, (0, -codes.shape[-1] % per_byte)).unflatten(-1, (-1, per_byte)).view(torch.uint8)
     packed = fields[..., 0] & (2**bits - 1)  # two's complement: the mask drops the sign's copies
@@ -144,26 +150,15 @@ def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
     return packed
 
 
-def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
-    bits = 8 // per_byte
-    # Each field is shifted to the top of the byte, and back as a signed number, which extends its sign.
-    fields = torch.stack([packed << (8 - bits * (i + 1)) for i in range(per_byte)], dim=-1)
-    return (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
-
-
-def pack(codes: Tensor, fmt: str) -> Tensor:
-    """Codes int8 or fp8 [..., K] -> as the format stores them."""
-    if FORMATS[fmt].packing == 1:
-        return codes
-    # 1 becomes 0, and -1 stays -1: the sign bit in the lowest place.
-    return _pack_ref(codes >> 1 if FORMATS[fmt].signs else codes, FORMATS[fmt].packing)
-
-
 def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
     """Stored codes -> one code per element [..., K], int8 or fp8; the fp32 values where codes index a table."""
-    if FORMATS[fmt].packing == 1:
+    per_byte = FORMATS[fmt].packing
+    if per_byte == 1:
         return stored
-    codes = _unpack_ref(stored, columns, FORMATS[fmt].packing)
+    bits = 8 // per_byte
+    # Each field is shifted to the top of the byte, and back as a signed number, which extends its sign.
+    fields = torch.stack([stored << (8 - bits * (i + 1)) for i in range(per_byte)], dim=-1)
+    codes = (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
     if FORMATS[fmt].signs:
         return codes | 1  # of 0 and -1
     if FORMATS[fmt].values is None:
