@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.formats import unpack
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat, blocks, stored_scale
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
@@ -95,12 +94,9 @@ class CtInt4(CompressedTensors):
     layout = "pack-quantized"
 
     def tensors(self, codes: QuantizedTensor, columns: int) -> Mapping[str, Tensor]:
-        n = len(codes.codes)
-        fields = (unpack(codes.codes, "int4", columns).int() + 8).view(n, columns // 8, 8)
-        packed = fields[..., 0].clone()
-        for i in range(1, 8):
-            packed |= fields[..., i] << 4 * i
-        shape = torch.tensor([n, columns], device="meta" if codes.codes.is_meta else "cpu")
+        # Eight in an int32, the first in its lowest bits as in ours; code + 8 instead of two's complement.
+        packed = (codes.codes ^ 0x88).view(torch.int32)
+        shape = torch.tensor([len(packed), columns], device="meta" if codes.codes.is_meta else "cpu")
         return {"weight_packed": packed, "weight_scale": codes.scale, "weight_shape": shape}
 
 
