@@ -15,15 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qtrain.tensors.stored_weight import StoredWeight
 
-# Keyed by identity, as == of tensors is elementwise; weak, so that an entry goes with its parameter.
-_initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Lazy parameter -> the function that makes its value."""
-
 StoredInitializer = Callable[[str], StoredWeight | None]
 """Format -> the value in codes of this format that exist already; None: there are none."""
 
-_stored_initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Lazy parameter -> its StoredInitializer, if it has one."""
+# Keyed by identity, as == of tensors is elementwise; weak, so that an entry goes with its parameter.
+_initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Lazy parameter -> the function that makes its value, and its StoredInitializer or None."""
 
 
 def plain_tensors(p: Tensor) -> list[Tensor]:
@@ -36,9 +33,7 @@ def make_lazy(p: Tensor, make: Callable[[], Tensor], stored: StoredInitializer |
     """Free the memory of `p`. make: returns its value, in new memory; stored: in codes that exist already."""
     for tensor in plain_tensors(p):
         tensor.untyped_storage().resize_(0)
-    _initializers[p] = make
-    if stored is not None:
-        _stored_initializers[p] = stored
+    _initializers[p] = make, stored
 
 
 def is_lazy(p: Tensor) -> bool:
@@ -47,20 +42,19 @@ def is_lazy(p: Tensor) -> bool:
 
 def initial_value(p: Tensor) -> Tensor:
     """The value that training begins with: of a lazy parameter in new memory, else its own."""
-    return _initializers[p]() if is_lazy(p) else p.data
+    return _initializers[p][0]() if is_lazy(p) else p.data
 
 
 def existing_codes(p: Tensor, format: str) -> StoredWeight | None:
     """The initial value of a lazy parameter in codes of a stored format that exist already: nothing is rounded. None:
     there are none."""
-    stored = _stored_initializers.get(p) if is_lazy(p) else None
+    _, stored = _initializers.get(p, (None, None))
     return None if stored is None else stored(format)
 
 
 def drop_initializer(p: Tensor) -> None:
     """Drop the initializer; the shards hold the value now."""
     _initializers.pop(p, None)
-    _stored_initializers.pop(p, None)
 
 
 def materialize(p: Tensor) -> None:

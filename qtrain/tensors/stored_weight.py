@@ -85,10 +85,10 @@ class StoredWeight(Tensor, LowBitWeight):
     def __init__(self, codes: Tensor, scale: Tensor, format: str, shape: torch.Size, dtype: torch.dtype):
         self.codes, self.scale, self.format = codes, scale, format
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "StoredWeight":
-        """The same weight with its codes and scale, as `inner` has them, elsewhere."""
+    def with_tensors(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> "StoredWeight":
+        """The same weight with its codes and scale, as `inner` has them, elsewhere. dtype: another outward one."""
         codes, scale = tensors
-        return StoredWeight(codes, scale, self.format, self.shape, self.dtype)
+        return StoredWeight(codes, scale, self.format, self.shape, dtype or self.dtype)
 
     @classmethod
     def from_value(cls, value: Tensor, format: str) -> "StoredWeight":
@@ -142,9 +142,6 @@ class StoredWeight(Tensor, LowBitWeight):
         format, dtype = context
         return cls(inner["codes"], inner["scale"], format, outer_size, dtype)
 
-    def _with(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "StoredWeight":
-        return StoredWeight(codes, scale, self.format, self.shape, dtype or self.dtype)
-
     def __repr__(self) -> str:
         return f"StoredWeight({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -156,15 +153,15 @@ class StoredWeight(Tensor, LowBitWeight):
         first = args[0] if args else None
         if isinstance(first, StoredWeight):
             if func in _ALIASES or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
-                alias = first._with(first.codes, first.scale)
+                alias = first.with_tensors((first.codes, first.scale))
                 return return_and_correct_aliasing(func, args, kwargs, alias)
             if func is _aten.clone.default:
-                return first._with(first.codes.clone(), first.scale.clone())
+                return first.with_tensors((first.codes.clone(), first.scale.clone()))
             # Between devices, or bf16 and fp32 outside: the codes are the same, only the outward dtype changes.
-            if func is _aten._to_copy.default and _keeps_format(kwargs):
+            if func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bfloat16, torch.float32):
                 moved = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
-                codes, scale = (_aten._to_copy.default(inner, **moved) for inner in (first.codes, first.scale))
-                return first._with(codes, scale, kwargs.get("dtype"))
+                tensors = [_aten._to_copy.default(inner, **moved) for inner in (first.codes, first.scale)]
+                return first.with_tensors(tensors, kwargs.get("dtype"))
             if func in _LIKE:  # a plain tensor: an optimizer's state, a gradient
                 device = kwargs.get("device") or first.device
                 shape_only = torch.empty(first.shape, dtype=first.dtype, device="meta")
@@ -194,10 +191,6 @@ def _codes(value: Tensor, format: str, key: Tensor | None = None, role: int = 0)
     if format == "nf4":
         return quantize_nf4(value)
     return quantize(value, STORED_FORMATS[format].fmt, STORED_FORMATS[format].granularity, key, role)
-
-
-def _keeps_format(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("dtype") in (None, torch.bfloat16, torch.float32)
 
 
 def _copy(target: Tensor, source: Tensor) -> Tensor:
