@@ -162,17 +162,15 @@ class HfModel(nn.Module):
         return bool(change <= 0.25 * as_one) and torch.allclose(behind, alone, atol=tolerance, rtol=0.0)
 
 
-class _evaluating:
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; the previous mode is restored on exit."""
-
-    def __init__(self, model: nn.Module):
-        self.model, self.was_training = model, model.training
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        self.model.train(self.was_training)
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def build_hf_model(

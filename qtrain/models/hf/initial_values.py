@@ -81,7 +81,7 @@ class LoadedValues:
         if self._tied_head:
             extra.remove(_HEAD)
             slices[_HEAD] = TensorSlice(_HEAD, _HEAD)
-        plain = {name: entry for name, entry in slices.items() if not self._is_coded(name)}
+        plain = {name: entry for name, entry in slices.items() if self._coded is None or name not in self._coded}
         refuse_tensors(self._where, "lacks the tensors", plain.keys() - self._files.keys())
         refuse_tensors(self._where, "has tensors that this architecture does not", extra)
         self._check(plain.values(), tensors)
@@ -101,9 +101,6 @@ class LoadedValues:
         shapes = {name: self._full_shape(e, tensors) for name, e in slices.items() if e.name and e.name != _EMBEDDING}
         matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
         return CodedFiles(declared, self._files, matrices, self._where)
-
-    def _is_coded(self, hf_name: str) -> bool:
-        return self._coded is not None and hf_name in self._coded
 
     def _full_shape(self, entry: TensorSlice, tensors: dict[str, Tensor]) -> tuple[int, ...]:
         """Of the checkpoint's tensor."""
