@@ -3,10 +3,9 @@
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from qtrain.core.checks import Range, check_fields
+from qtrain.core.checks import Range, check_value
 from qtrain.core.errors import UserError, nearest
 from qtrain.data.files import text_files
 from qtrain.data.hub_rows import RowReader, RowSource
@@ -29,32 +28,6 @@ class Render(Protocol):
     def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]: ...
 
 
-class Corpus(Protocol):
-    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed.
-    `max_tokens`: how many tokens of it are meant; 0: all. `notes`: lines for the user."""
-
-    @property
-    def n_documents(self) -> int | None: ...
-
-    fingerprint: str
-    max_tokens: int
-    notes: list[str]
-
-    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
-        """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
-        chunk and those after it."""
-
-    def sample(self) -> Iterator[str]:
-        """All texts, in an order whose first texts a tokenizer can be trained on."""
-
-
-@dataclass(frozen=True)
-class _LocalState:
-    """Where LocalCorpus goes on."""
-
-    document: Annotated[int, Range(0)]
-
-
 class LocalCorpus:
     """Local files, in the order of their paths."""
 
@@ -73,7 +46,12 @@ class LocalCorpus:
         self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[Document]]]:
-        at = check_fields(_LocalState, state, "manifest.json: cursor.source")["document"] if state else 0
+        """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
+        chunk and those after it."""
+        at = 0
+        if state is not None:
+            where = "manifest.json: cursor.source.document"
+            at = check_value(where, state.get("document"), Annotated[int, Range(0)])
         while at < self.n_documents:
             start, texts, characters = at, [], 0
             while at < self.n_documents and characters < CHUNK_CHARACTERS and len(texts) < CHUNK_DOCUMENTS:
@@ -83,6 +61,7 @@ class LocalCorpus:
             yield {"document": start}, texts  # the state of its first document: read again from there
 
     def sample(self) -> Iterator[str]:
+        """All texts, in an order whose first texts a tokenizer can be trained on."""
         # Shuffled: a tokenizer that is trained on the first texts sees all folders.
         order = DocumentOrder(self._documents, seed=0, shuffle=True)
         return (self._documents.read(order(0, place)) for place in range(self.n_documents))
@@ -125,3 +104,8 @@ class HubCorpus:
     def sample(self) -> Iterator[str]:
         texts = (text for _, texts in self.chunks(None) for text in texts)
         return (text if isinstance(text, str) else "".join(text) for text in texts)
+
+
+Corpus = LocalCorpus | HubCorpus
+"""`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed.
+`max_tokens`: how many tokens of it are meant; 0: all. `notes`: lines for the user."""
