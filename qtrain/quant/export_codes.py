@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, pack, scale_shape, unpack
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, pack, scale_shape, unpack
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantizers import quantize_rows
@@ -161,11 +161,3 @@ def is_ternary(value: Tensor) -> bool:
     """Whether all elements are -a, 0 or a for some a."""
     absolute = value.abs()
     return bool(((absolute == 0) | (absolute == absolute.amax())).all())
-
-
-def empty_codes_of(shape: tuple[int, int], wanted: OperandFormat) -> QuantizedTensor:
-    """Codes of a matrix of this shape on the meta device."""
-    codes = torch.empty(codes_shape(wanted.fmt, *shape), dtype=FORMATS[wanted.fmt].dtype, device="meta")
-    scale = torch.empty(scale_shape(wanted.granularity, *shape), dtype=wanted.scale_dtype, device="meta")
-    tensor_scale = torch.empty(1, device="meta") if FORMATS[wanted.fmt].name == "e2m1" else None
-    return QuantizedTensor(codes, scale, wanted, tensor_scale)

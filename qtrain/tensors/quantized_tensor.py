@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.maybe_none import MaybeNone
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, dequantize, scale_shape
 from qtrain.kernels.quantize.nf4 import dequantize_nf4
 
 
@@ -45,6 +45,15 @@ class QuantizedTensor(NamedTuple):
     format: OperandFormat
     tensor_scale: Tensor | MaybeNone = None
     """fp32 [1], where block scales are low-bit themselves (NVFP4)."""
+
+    @classmethod
+    def empty(
+        cls, format: OperandFormat, shape: Sequence[int], device: torch.device | str | None = None
+    ) -> "QuantizedTensor":
+        """Uninitialized codes and scales of a matrix of this shape."""
+        codes = torch.empty(codes_shape(format.fmt, *shape), dtype=FORMATS[format.fmt].dtype, device=device)
+        scale = torch.empty(scale_shape(format.granularity, *shape), dtype=format.scale_dtype, device=device)
+        return cls(codes, scale, format, torch.empty(1, device=device) if format.fmt == "e2m1" else None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """codes * scale [rows, columns] in `dtype`, computed in fp32 and rounded once; `tensor_scale` is left out.

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, scale_shape
+from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.update_rules import LowBitWeight
 from qtrain.kernels.quantize.nf4 import quantize_nf4
@@ -102,10 +102,8 @@ class StoredWeight(Tensor, LowBitWeight):
         cls, shape: torch.Size, format: str, dtype: torch.dtype, device: torch.device | None = None
     ) -> "StoredWeight":
         """Uninitialized codes and scales of a weight of this shape."""
-        fmt = STORED_FORMATS[format]
-        codes = torch.empty(codes_shape(fmt.fmt, *shape), dtype=FORMATS[fmt.fmt].dtype, device=device)
-        scale = torch.empty(scale_shape(fmt.granularity, *shape), dtype=fmt.scale_dtype, device=device)
-        return cls(codes, scale, format, shape, dtype)
+        stored = QuantizedTensor.empty(STORED_FORMATS[format], shape, device)
+        return cls(stored.codes, stored.scale, format, shape, dtype)
 
     @property
     def inner(self) -> dict[str, Tensor]:

@@ -28,7 +28,6 @@ from qtrain.quant.export import exported_tensors
 from qtrain.quant.export_codes import (
     Rows,
     check_ternary,
-    empty_codes_of,
     held_codes,
     new_codes,
     take_rows,
@@ -214,4 +213,4 @@ def _tensor_names(weights: WeightsInCodes, fmt: SafetensorsFormat) -> Iterator[t
 def _empty(weights: WeightsInCodes, fmt: SafetensorsFormat, entry: TensorSlice) -> dict[str, Tensor]:
     """The tensors of a matrix in codes, on the meta device."""
     n, k = weights.shape(entry)
-    return dict(fmt.tensors(empty_codes_of((n, k), fmt.weight), k))
+    return dict(fmt.tensors(QuantizedTensor.empty(fmt.weight, (n, k), "meta"), k))
