@@ -40,9 +40,9 @@ class Scheme(ABC):
     leaves_all: bool = False
     """Whether it leaves every linear in high precision."""
 
-    @abstractmethod
     def gemm_dtypes(self) -> dict[Gemm, str]:
         """The arithmetic of each GEMM ('int8', 'fp8', 'bf16'), for the plan and the speed of light."""
+        raise AssertionError(f"{type(self).__name__}: asked of the scheme of each linear")
 
     def parts(self) -> list["Scheme"]:
         """The schemes that a model's linears may run in."""

@@ -18,7 +18,6 @@ from typing import Any
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
 from qtrain.quant.scheme import SCHEMES, Assigned, LowBitScheme, Scheme
-from qtrain.quant.tensor_roles import Gemm
 
 FLAG = "--quantize_overrides"
 
@@ -34,9 +33,6 @@ class SchemeMap(Scheme):
     rules: tuple[tuple[str, Scheme], ...]
     reason: str
     """Why a linear stays in high precision that a rule leaves there."""
-
-    def gemm_dtypes(self) -> dict[Gemm, str]:
-        raise AssertionError("asked of the scheme of each linear")
 
     def parts(self) -> list[Scheme]:
         return [*self.default.parts(), *(scheme for _, scheme in self.rules)]

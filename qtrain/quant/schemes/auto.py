@@ -21,7 +21,6 @@ from qtrain.quant.grouped_linear import groups_of
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.scheme_map import SchemeMap
 from qtrain.quant.swap import quantize_linears
-from qtrain.quant.tensor_roles import Gemm
 
 Shape = tuple[int, int]
 """In-features and out-features."""
@@ -40,9 +39,6 @@ class Auto(Scheme):
 
     candidates: tuple[str, ...] = ("bf16", "int8", "fp8_tensorwise", "fp8_rowwise")
     chosen: dict[str, str] | None = None
-
-    def gemm_dtypes(self) -> dict[Gemm, str]:
-        raise AssertionError("choose_per_shape resolves auto first")
 
     def schemes(self, others: Iterable[str] = ()) -> dict[str, Scheme]:
         """The candidates and `others`, by name. UserError for a scheme that changes more than speed."""
