@@ -57,14 +57,10 @@ def _several(members: tuple[Any, ...]) -> str:
     names = [type_name(member) for member in members if member is not Ellipsis]
     if len(set(names)) > 1:
         return ", ".join(names)
-    plurals = {
-        "a whole number": "whole numbers",
-        "a number": "numbers",
-        "text": "texts",
-        "a JSON object": "JSON objects",
-    }
-    kind, _, bounds = names[0].partition(" at least ")
-    plural = plurals.get(kind, kind) + (f" at least {bounds}" if bounds else "")
+    kind, at_least, bound = names[0].partition(" at least ")
+    if kind in ("a whole number", "a number", "text", "a JSON object"):
+        kind = kind.removeprefix("a ") + "s"
+    plural = kind + at_least + bound
     return plural if Ellipsis in members or len(members) == 1 else f"{len(members)} {plural}"
 
 
