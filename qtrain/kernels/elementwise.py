@@ -17,6 +17,7 @@ from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
 
 BLOCK = 2048
+"""Elements of a CTA: of bf16, two loads of 16 bytes a thread."""
 
 
 def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
@@ -52,10 +53,6 @@ def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
     else:
         add_in_order_ref(total, terms)
     return total
-
-
-BLOCK = 2048
-"""Elements of a CTA: of bf16, two loads of 16 bytes a thread."""
 
 
 def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

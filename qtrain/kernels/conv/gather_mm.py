@@ -17,7 +17,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.conv.geometry import ConvShape, Taps, gather_patches, kernel_taps
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
-from qtrain.kernels.gemm.persistent import Tiling, imprecise, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, by_name, imprecise, tile_of
 from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
 
 # ---- definition ------------------------------------------------------------------------------------------------------
@@ -139,19 +139,16 @@ def launch_gather_mm(
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
 # Few channels want a narrow tile, and a span of K no longer than the channels of a tap.
-TILINGS = {
-    tiling.name: tiling
-    for tiling in (
-        Tiling(128, 128, 128, 8, 3),
-        Tiling(128, 256, 128, 8, 3),
-        Tiling(128, 128, 64, 4, 4),
-        Tiling(128, 64, 128, 4, 4),
-        Tiling(128, 64, 64, 4, 4),
-        Tiling(64, 128, 64, 4, 4),
-        Tiling(128, 64, 32, 4, 4),
-        Tiling(128, 128, 32, 8, 4),
-    )
-}
+TILINGS = by_name(
+    Tiling(128, 128, 128, 8, 3),
+    Tiling(128, 256, 128, 8, 3),
+    Tiling(128, 128, 64, 4, 4),
+    Tiling(128, 64, 128, 4, 4),
+    Tiling(128, 64, 64, 4, 4),
+    Tiling(64, 128, 64, 4, 4),
+    Tiling(128, 64, 32, 4, 4),
+    Tiling(128, 128, 32, 8, 4),
+)
 
 
 def tiling_names(channels: int, c: int, summed: int, a: Tensor) -> list[str]:

@@ -18,7 +18,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.conv.geometry import ConvShape, gather_patches
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
-from qtrain.kernels.gemm.persistent import Tiling, imprecise, padded_k
+from qtrain.kernels.gemm.persistent import Tiling, by_name, imprecise, padded_k
 from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
 
 WAVES = 2
@@ -121,17 +121,14 @@ def launch_conv_grad_weight(
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-TILINGS = {
-    tiling.name: tiling
-    for tiling in (
-        Tiling(128, 128, 128, 8, 3),
-        Tiling(64, 128, 128, 4, 4),
-        Tiling(128, 256, 128, 8, 3),
-        Tiling(128, 128, 64, 4, 4),
-        Tiling(64, 128, 64, 4, 4),
-        Tiling(64, 128, 32, 4, 4),
-    )
-}
+TILINGS = by_name(
+    Tiling(128, 128, 128, 8, 3),
+    Tiling(64, 128, 128, 4, 4),
+    Tiling(128, 256, 128, 8, 3),
+    Tiling(128, 128, 64, 4, 4),
+    Tiling(64, 128, 64, 4, 4),
+    Tiling(64, 128, 32, 4, 4),
+)
 
 
 def grad_weight_names(s: ConvShape, x: Tensor) -> list[str]:

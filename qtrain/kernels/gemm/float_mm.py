@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
+from qtrain.kernels.gemm.persistent import Tiling, by_name, launch_persistent_mm
 
 STEP_K = 16
 """Products that a tensor core adds before it rounds the sum to FP16."""
@@ -39,15 +39,12 @@ def launch_fp16_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
 
 
 # 16-bit accumulators take half the registers: two warpgroups hold a tile of 256 x 256 like an fp32 one of 128 x 256.
-TILINGS = {
-    t.name: t
-    for t in (
-        Tiling(128, 256, 64, 8, 4),
-        Tiling(256, 256, 64, 8, 3, subtiles=4),
-        Tiling(128, 128, 64, 4, 4, subtiles=1),
-        Tiling(64, 128, 64, 4, 4, subtiles=1),
-    )
-}
+TILINGS = by_name(
+    Tiling(128, 256, 64, 8, 4),
+    Tiling(256, 256, 64, 8, 3, subtiles=4),
+    Tiling(128, 128, 64, 4, 4, subtiles=1),
+    Tiling(64, 128, 64, 4, 4, subtiles=1),
+)
 
 
 @operator("fp16_mm", fake=lambda a, b: a.new_empty(a.shape[0], b.shape[0]))

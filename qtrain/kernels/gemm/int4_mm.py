@@ -19,7 +19,7 @@ from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import Tiling, scale_and_store, scales_rows, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, by_name, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 from qtrain.kernels.numerics.formats import unpack
 
@@ -143,16 +143,13 @@ def launch_int4_mm(
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
 # BLOCK_K counts packed bytes. An operand's unpacked tile is in shared memory beside the packed one.
-FUSED = {
-    t.name: t
-    for t in (
-        Tiling(128, 256, 64, 8, 3, subtiles=4),
-        Tiling(128, 128, 64, 8, 4),
-        Tiling(128, 128, 128, 8, 3),
-        Tiling(64, 128, 64, 4, 4),
-        Tiling(128, 64, 64, 4, 4),
-    )
-}
+FUSED = by_name(
+    Tiling(128, 256, 64, 8, 3, subtiles=4),
+    Tiling(128, 128, 64, 8, 4),
+    Tiling(128, 128, 128, 8, 3),
+    Tiling(64, 128, 64, 4, 4),
+    Tiling(128, 64, 64, 4, 4),
+)
 
 
 def _names(a: Tensor, b: Tensor, k: int, out_dtype: torch.dtype) -> list[str]:

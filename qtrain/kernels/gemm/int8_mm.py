@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from qtrain.core.hardware import product_rate
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
-from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
+from qtrain.kernels.gemm.persistent import Tiling, by_name, launch_persistent_mm
 
 LONGEST_EXACT_K = (2**31 - 1) // (127 * 127)
 """The longest K whose sums fit in int32: 127 * 127 * K < 2**31."""
@@ -71,7 +71,7 @@ def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
 # Output tiles are 4 bytes per element: stored in quarters, they leave room for two CTAs per SM or one more stage.
 _LARGE = [Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2), Tiling(128, 256, 128, 8, 4, subtiles=4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4), Tiling(64, 128, 128, 4, 4)]
-TILINGS = {tiling.name: tiling for tiling in (*_LARGE, *_SMALL)}
+TILINGS = by_name(*_LARGE, *_SMALL)
 
 
 def int8_mm_names(m: int, n: int, k: int) -> list[str]:

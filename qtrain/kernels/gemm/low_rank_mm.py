@@ -17,7 +17,7 @@ from qtrain.core.hardware import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
-from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm, scales_rows
+from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 
 LARGEST_RANK = 64
@@ -43,7 +43,7 @@ def low_rank_mm_ref(
 _LARGE = [Tiling(128, 256, 128, 8, 3), Tiling(256, 128, 128, 8, 3)]
 _DEEP = [Tiling(128, 256, 128, 8, 4, subtiles=4), Tiling(256, 128, 128, 8, 4, subtiles=4)]
 _SQUARE = Tiling(128, 128, 128, 4, 3)
-TILINGS = {tiling.name: tiling for tiling in (*_DEEP, *_LARGE, _SQUARE)}
+TILINGS = by_name(*_DEEP, *_LARGE, _SQUARE)
 TWO_PASSES = "cublas, two passes"
 
 

@@ -44,6 +44,10 @@ class Tiling:
         return f"triton {tile} w{self.warps} s{self.stages} g{self.group_m} e{self.subtiles}{two}{split}"
 
 
+def by_name(*tilings: Tiling) -> dict[str, Tiling]:
+    return {tiling.name: tiling for tiling in tilings}
+
+
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Index of a tile -> its row and column, down groups of GROUP_M rows."""

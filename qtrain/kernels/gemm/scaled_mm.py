@@ -25,7 +25,7 @@ from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm, padded_k
+from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.split_k import choose_split, launch_split_tiles
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -119,7 +119,7 @@ _GROUPED = [replace(_TWO, group_m=rows) for rows in (4, 64)]  # other orders of 
 _LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
 _SPLIT = {tiling: replace(tiling, split=True) for tiling in (_TWO, _TWO_WIDE, *_LARGE)}
-TILINGS = {tiling.name: tiling for tiling in (_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_GROUPED, *_SPLIT.values())}
+TILINGS = by_name(_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_GROUPED, *_SPLIT.values())
 IDLE = 0.3
 """Share of idle CTAs over all waves from which a split last wave is the better guess."""
 

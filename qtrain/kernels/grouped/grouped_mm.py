@@ -15,7 +15,7 @@ from qtrain.core.hardware import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
-from qtrain.kernels.gemm.persistent import Tiling
+from qtrain.kernels.gemm.persistent import Tiling, by_name
 from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
 from qtrain.kernels.grouped.per_group import (
     check_groups,
@@ -70,8 +70,8 @@ _TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4
 _LARGE, _TALL = Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)
 _LARGE_16, _TWO_16 = Tiling(128, 256, 128, 8, 4, group_m=16), Tiling(128, 128, 128, 4, 3, group_m=16, per_sm=2)
 _SMALL = Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)
-ROWS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _LARGE_16, _TWO_16, _SMALL)}
-SUMS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _TALL, _SMALL)}
+ROWS_TILINGS = by_name(_TWO, _TWO_WIDE, _LARGE, _LARGE_16, _TWO_16, _SMALL)
+SUMS_TILINGS = by_name(_TWO, _TWO_WIDE, _LARGE, _TALL, _SMALL)
 
 
 def kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:

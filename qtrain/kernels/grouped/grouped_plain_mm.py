@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.gemm.persistent import Tiling
+from qtrain.kernels.gemm.persistent import Tiling, by_name
 from qtrain.kernels.grouped.per_group import (
     check_groups,
     empty_rows,
@@ -54,8 +54,8 @@ _LARGE, _TWO = Tiling(128, 256, 64, 8, 4), Tiling(128, 128, 64, 4, 3, per_sm=2)
 # For fp32 output: a quarter of a tile takes as much shared memory as half a tile of bf16.
 _WIDE, _WIDE_TWO = Tiling(128, 256, 64, 8, 3, subtiles=4), Tiling(128, 128, 64, 4, 3, subtiles=4, per_sm=2)
 _TALL, _SMALL = Tiling(256, 128, 64, 8, 4), Tiling(64, 128, 64, 4, 4, subtiles=2, per_sm=2)
-ROWS_TILINGS = {t.name: t for t in (_LARGE, _TWO, _SMALL)}
-SUMS_TILINGS = {t.name: t for t in (_LARGE, _TALL, _TWO, _SMALL, _WIDE, _WIDE_TWO)}
+ROWS_TILINGS = by_name(_LARGE, _TWO, _SMALL)
+SUMS_TILINGS = by_name(_LARGE, _TALL, _TWO, _SMALL, _WIDE, _WIDE_TWO)
 
 
 def _aligned(*operands: Tensor) -> bool:
