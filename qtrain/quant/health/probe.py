@@ -12,8 +12,8 @@ and terms of products that sum over a dimension which is split. An error of a pr
 on, for other processes may wait for theirs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -296,25 +296,22 @@ def in_high_precision(arguments: LinearArguments) -> LinearArguments:
     return arguments._replace(scheme=HIGH_PRECISION, key=None, weight=weight, x_scale=None, dy_scale=None)
 
 
-@contextmanager
-def probing(probes: Sequence[LinearProbe]) -> Iterator[None]:
+def probing(probes: Sequence[LinearProbe]) -> AbstractContextManager[None]:
     """Inside, these linears are measured as they run."""
-    try:
-        for probe in probes:
-            probe.linear.probe = probe
-        yield
-    finally:
-        for probe in probes:
-            probe.linear.probe = None
+    return _probed({probe.linear: probe for probe in probes})
+
+
+def high_precision(linears: Sequence[LowBitLinear]) -> AbstractContextManager[None]:
+    """Inside, these linears multiply their weights, in the weights' own dtype."""
+    return _probed(dict.fromkeys(linears, in_high_precision))
 
 
 @contextmanager
-def high_precision(linears: Sequence[LowBitLinear]) -> Iterator[None]:
-    """Inside, these linears multiply their weights, in the weights' own dtype."""
+def _probed(probes: Mapping[LowBitLinear, Callable[[LinearArguments], LinearArguments]]) -> Iterator[None]:
     try:
-        for linear in linears:
-            linear.probe, linear.in_high_precision = in_high_precision, True
+        for linear, probe in probes.items():
+            linear.probe, linear.in_high_precision = probe, probe is in_high_precision
         yield
     finally:
-        for linear in linears:
+        for linear in probes:
             linear.probe, linear.in_high_precision = None, False
