@@ -3,7 +3,7 @@
 # Imported to register themselves.
 from qtrain.optim import adamw, apollo, galore, library, momentum, muon, schedule_free  # noqa: F401
 from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, adapted
-from qtrain.optim.plain import OptimizerFunction, optimizer_function
+from qtrain.optim.plain import optimizer_function
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape, parameter_groups
 from qtrain.optim.schedule import LRSchedule, make_schedule
 
@@ -36,7 +36,6 @@ __all__ = [
     "Lion",
     "Muon",
     "Optimizer",
-    "OptimizerFunction",
     "OptimizerSpec",
     "ParameterShape",
     "PartitionedOptimizer",

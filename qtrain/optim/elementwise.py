@@ -169,7 +169,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._updates = None
+        self._forget_updates()
         for p in self.param_groups[-1]["params"]:
             self.index_of[p] = len(self.index_of)
             placements = p.placements if isinstance(p, DTensor) else ()
@@ -200,11 +200,15 @@ class LowBitOptimizer(PartitionedOptimizer):
             # In-place changes of a DTensor count on its local tensor too: either counter tells.
             holders = [parameter, parameter._local_tensor] if isinstance(parameter, DTensor) else [parameter]
             self._amax[parameter] = WeightAmax(holders, parameter.device)
-            self._updates = None
+            self._forget_updates()
         return self._amax[parameter]
 
     def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
         super().partition(partitions)
+        self._forget_updates()
+
+    def _forget_updates(self) -> None:
+        """What was built of the states, which change."""
         self._updates = None
 
     def _built_updates(self) -> dict[int, _PartitionUpdate]:
@@ -287,7 +291,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def drop_states(self) -> None:
         super().drop_states()
-        self._updates = None
+        self._forget_updates()
 
     def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
         on_host = self.states_on_host and self.options.is_offloaded(key)
@@ -323,7 +327,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     @torch.no_grad()
     def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
-        self._updates = None
+        self._forget_updates()
         converted: dict[str, None] = {}
         for p in self.parameters():
             if self.state.get(p):

@@ -9,7 +9,7 @@ evaluation, so the copy does not raise the peak.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -187,17 +187,8 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
             self.state[p]["step"] = slot.step
         return _Chunk(group, parameters, y, z, v)
 
-    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
-        super().partition(partitions)
+    def _forget_updates(self) -> None:
         self._chunks = None
-
-    def drop_states(self) -> None:
-        super().drop_states()
-        self._chunks = None
-
-    def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
-        self._chunks = None
-        return super().adopt_states(names)
 
 
 def _apply(
