@@ -169,32 +169,31 @@ class RowSource:
     def reading(self, flag: str) -> Iterator[None]:
         """Wrap any reading of this source: failures of the hub and of the library become one UserError."""
         what = f"the dataset {self.name!r}"
+
+        def unreadable(reason: str) -> UserError:
+            return UserError(f"{flag}: {what} cannot be read: {reason}")
+
         # Errors of the hub are told apart only where it is asked: a local file has no network to check.
         local = self._is_local() and not any("://" in file for file in self._files())
         with contextlib.nullcontext() if local else reaching_hub(flag, what, self.fix):
             try:
                 yield
             except StopIteration:  # the library's, from a file without rows
-                raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
+                raise unreadable("a file of it is empty.") from None
             # The library names the subsets in its message, not in an attribute.
             except (ValueError, RuntimeError, *CORRUPT, zipfile.BadZipFile) as error:  # pyarrow's are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
-                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
+                raise unreadable(first_line(error)) from None
             except MemoryError:
-                raise UserError(
-                    f"{flag}: {what} cannot be read: a record of it does not fit into memory. Divide it."
-                ) from None
+                raise unreadable("a record of it does not fit into memory. Divide it.") from None
             except ImportError as error:  # fsspec's, for a protocol in data_files whose package is not installed
-                raise UserError(
-                    f"{flag}: {what} cannot be read: {first_line(error)}. Or download the files and give their paths."
-                ) from None
+                raise unreadable(f"{first_line(error)}. Or download the files and give their paths.") from None
             except OSError as error:
                 if not local:
                     raise
-                reason = first_line(error.strerror or error)
-                raise UserError(f"{flag}: {what} cannot be read: {reason}") from None
+                raise unreadable(first_line(error.strerror or error)) from None
 
     def sources(self) -> list[str]:
         """What it reads, spelled alike however it was named: local files, or a dataset with subset and split."""

@@ -117,7 +117,7 @@ class PrefetchProcess(PrefetchThread[Item]):
         super().close()
 
 
-class PrefetchLoader:
+class PrefetchLoader(Iterator[Item]):
     """Iterates the items of `producers` in turn. `close`, or `with`, stops them.
 
     finish: makes the (batch, position) of a produced item, in the thread of the caller; None: it is one. pin_memory:
@@ -133,9 +133,6 @@ class PrefetchLoader:
     ):
         self.producers, self._finish, self._turn = producers, finish, 0
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Item:
         item = self.producers[self._turn % len(self.producers)].get()
