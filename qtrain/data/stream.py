@@ -185,11 +185,6 @@ def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)
 
 
-def dataset_tokenizes(spec: Mapping[str, Any], flag: str) -> bool:
-    """Whether the dataset that `spec` describes reads text."""
-    return DATASETS.make_typed(spec, flag).tokenizes(flag)
-
-
 def tokenizer_needed(data: str, flags: str) -> UserError:
     """The error for data of the flag `data` that name no tokenizer, which `flags` need."""
     return UserError(f'{data}: it does not say its tokenizer, needed for {flags}; add "tokenizer":"NAME" to it.')

@@ -13,12 +13,11 @@ from qtrain.data.batch import Sample
 from qtrain.data.eval_windows import eval_sets
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
+    DATASETS,
     Stream,
     StreamContext,
     check_kind,
     count_samples,
-    dataset_tokenizer,
-    dataset_tokenizes,
     open_stream,
     tokenizer_needed,
     with_chat_template,
@@ -168,10 +167,9 @@ def _open_text(
     settings, micro_batch_size = checked.language, checked.geometry.micro_batch_size
     if settings.train_ds is None:
         raise NotHere('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
-    tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
-    if tokenizer is None and (
-        model_tokenizer or (settings.pretrained and dataset_tokenizes(settings.train_ds, "--train_ds"))
-    ):
+    dataset = DATASETS.make_typed(settings.train_ds, "--train_ds")
+    tokenizer = dataset.load_tokenizer("--train_ds")
+    if tokenizer is None and (model_tokenizer or (settings.pretrained and dataset.tokenizes("--train_ds"))):
         tokenizer = _tokenizer_of_model(architecture.source)
     if settings.doc_mask:
         if tokenizer is None:
