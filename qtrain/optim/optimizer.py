@@ -1,8 +1,8 @@
 """What training, evaluation and checkpoints may ask of any optimizer, and the base classes of this project's own.
 
     Optimizer             every capability as a method, with a default that suits an optimizer of another library
-    ResumableOptimizer    loads states exactly, from this optimizer or one of another kind: checked first, never cast
-    PartitionedOptimizer  can update a model one partition of its parameters at a time
+    PartitionedOptimizer  can update a model one partition of its parameters at a time, and loads states exactly, from
+                          this optimizer or one of another kind: checked first, never cast to the weights' dtype
 
 An update within the backward pass (`train/step/in_backward.py`) needs the last: a partition is updated as soon as its
 gradients are complete, so the gradients of two partitions never exist at once.
@@ -104,8 +104,55 @@ def adapted(cls: type[torch.optim.Optimizer]) -> type[Optimizer]:
     return type(cls.__name__, (cls, Optimizer), {"__doc__": cls.__doc__})
 
 
-class ResumableOptimizer(Optimizer):
-    """Loads states in their own dtypes, where torch's `load_state_dict` casts them to the weights'."""
+class PartitionedOptimizer(Optimizer):
+    """A step is `begin_step`, then `step_partition` of every partition in any order; `step` does all of it.
+
+    Without `partition` all parameters are one partition. grad_scale: fp32 scalar on the device that the next step
+    multiplies the gradients with as it reads them, which saves a pass over them.
+    """
+
+    grad_scale: Tensor | None = None
+    _partitions: list[list[Tensor]] | None = None
+
+    @property
+    def partitions(self) -> list[list[Tensor]]:
+        """The parameters of every partition, in the order of `parameters`."""
+        return [self.parameters()] if self._partitions is None else self._partitions
+
+    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
+        """Set the partitions. Each parameter is in exactly one; a partition may be empty. States are kept."""
+        index_of = {p: index for index, members in enumerate(partitions) for p in members}  # tensors hash by identity
+        assert len(index_of) == sum(map(len, partitions)) and index_of.keys() == set(self.parameters()), (
+            "not a partition"
+        )
+        self._partitions = [[] for _ in partitions]
+        for p in self.parameters():
+            self._partitions[index_of[p]].append(p)
+
+    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients.
+        self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def begin_step(self) -> None:
+        """Count a step, where it is not counted per parameter."""
+
+    def step_partition(self, index: int) -> None:
+        """Update the parameters of one partition that have gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin_step()
+        for index in range(len(self.partitions)):
+            self.step_partition(index)
+        self.grad_scale = None  # of this step alone
+        return loss
+
+    # ---- loading states ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None: ...
@@ -155,52 +202,3 @@ class ResumableOptimizer(Optimizer):
         # Before the copy to the device: a wrong checkpoint costs no memory there.
         self.check_saved(name, p, {key: (tuple(value.shape), value.dtype) for key, value in state.items()})
         self.state[p] = {key: value.to(self.state_device(key, p), copy=True) for key, value in state.items()}
-
-
-class PartitionedOptimizer(ResumableOptimizer):
-    """A step is `begin_step`, then `step_partition` of every partition in any order; `step` does all of it.
-
-    Without `partition` all parameters are one partition. grad_scale: fp32 scalar on the device that the next step
-    multiplies the gradients with as it reads them, which saves a pass over them.
-    """
-
-    grad_scale: Tensor | None = None
-    _partitions: list[list[Tensor]] | None = None
-
-    @property
-    def partitions(self) -> list[list[Tensor]]:
-        """The parameters of every partition, in the order of `parameters`."""
-        return [self.parameters()] if self._partitions is None else self._partitions
-
-    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
-        """Set the partitions. Each parameter is in exactly one; a partition may be empty. States are kept."""
-        index_of = {p: index for index, members in enumerate(partitions) for p in members}  # tensors hash by identity
-        assert len(index_of) == sum(map(len, partitions)) and index_of.keys() == set(self.parameters()), (
-            "not a partition"
-        )
-        self._partitions = [[] for _ in partitions]
-        for p in self.parameters():
-            self._partitions[index_of[p]].append(p)
-
-    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
-        # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients.
-        self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-    def begin_step(self) -> None:
-        """Count a step, where it is not counted per parameter."""
-
-    def step_partition(self, index: int) -> None:
-        """Update the parameters of one partition that have gradients."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.begin_step()
-        for index in range(len(self.partitions)):
-            self.step_partition(index)
-        self.grad_scale = None  # of this step alone
-        return loss
