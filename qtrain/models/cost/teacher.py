@@ -24,8 +24,7 @@ def with_teacher(student: MemoryEstimate, teacher: ModelConfig, step: StepShape)
 
 def teacher_flops(teacher: ModelConfig, seq_len: int) -> float:
     """Per token, of its forward pass alone."""
-    found = flops_per_token(teacher, seq_len)
-    return (found.blocks + found.head + found.attention) / 3
+    return flops_per_token(teacher, seq_len).total / 3
 
 
 def _layer_elements(config: ModelConfig, tokens: int) -> float:

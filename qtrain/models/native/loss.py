@@ -214,15 +214,12 @@ class _SoftmaxLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
-        loss, nll = entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1).unbind()
-        ctx.save_for_backward(logits.detach())  # their gradient by now
-        ctx.mark_non_differentiable(nll)
-        return loss, nll
+        sums = entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1)
+        return _keep_gradients(ctx, sums, [logits.detach()], [logits.dtype])  # their gradient by now
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return scaled(grad, grad_loss, grad.dtype), None, None, None
+        return *_scaled_gradients(ctx, grad_loss), None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

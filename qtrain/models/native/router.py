@@ -63,12 +63,8 @@ class RouterLosses:
         if not self.balance and not self.z:
             return routing.logits.new_zeros(2)
         zero = routing.logits.new_zeros(())
-        return torch.stack(
-            [
-                balance_loss(routing, load, over) if self.balance else zero,
-                z_loss(routing.logits, over) if self.z else zero,
-            ]
-        )
+        balance = balance_loss(routing, load, over) if self.balance else zero
+        return torch.stack([balance, z_loss(routing.logits, over) if self.z else zero])
 
 
 class Router(nn.Module):
