@@ -171,20 +171,15 @@ def decide(choice: LinearChoice, scheme: Scheme, shared: bool, device: torch.dev
     own = scheme.for_linear(k, n, head=choice.is_head)
     own = own.for_experts() if choice.groups > 1 else own
     reason = has_no_convolution(own) if choice.kernel else None
-    if reason := reason or _refusal(own, k, n, shared, device):
+    if reason is None and shared and (own.latent or own.stored_format is not None):
+        reason = "another module shares its weight and needs it in high precision"
+    if reason := reason or own.refusal(k, n, device):
         return replace(choice, reason=reason, scheme=None, assigned=None, rounds_logits=False)
     # for_linear(head=True) may turn on rounding of dy: seen by comparing with a hidden linear of this shape.
     if choice.kernel and not choice.kernel.pointwise:
         own = own.derived(convolves=True)
     rounds_logits = choice.is_head and own.stochastic_rounding != scheme.for_linear(k, n).stochastic_rounding
     return replace(choice, reason=None, scheme=own, assigned=scheme, rounds_logits=rounds_logits)
-
-
-def _refusal(scheme: LowBitScheme, k: int, n: int, shared: bool, device: torch.device) -> str | None:
-    """Why a linear stays in high precision on `device`; shared: another module holds its weight too."""
-    if shared and (scheme.latent or scheme.stored_format is not None):
-        return "another module shares its weight and needs it in high precision"
-    return scheme.refusal(k, n, device)
 
 
 def find_layers(model: nn.Module) -> dict[nn.Linear | Convolution, list[str]]:
