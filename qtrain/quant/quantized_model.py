@@ -157,7 +157,5 @@ class QuantizedModel:
 
     def assert_fresh(self) -> None:
         """Assert that no weight has changed since its codes were computed."""
-        stale = [i for i, linear in enumerate(self.linears) if linear.stale]
-        # `linears` are in the order of the swapped choices.
-        names = [choice.name for choice in self.choices if choice.reason is None]
-        assert not stale, f"stale codes: {', '.join(names[i] for i in stale[:3])} changed after the last refresh"
+        stale = [name for name, linear in self.by_name().items() if linear.stale]
+        assert not stale, f"stale codes: {', '.join(stale[:3])} changed after the last refresh"
