@@ -90,12 +90,6 @@ class Pair:
     reference: RunResult
 
     @property
-    def differences(self) -> dict[int, float]:
-        """Nats over the reference, by step."""
-        other = self.reference.losses
-        return {step: loss - other[step] for step, loss in self.run.losses.items() if step in other}
-
-    @property
     def end(self) -> float:
         return self.run.end - self.reference.end
 
