@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from qtrain.bench.arguments import BenchmarkSettings, compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.case import Bench
 from qtrain.bench.conv2d import conv2d_table
 from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
 from qtrain.bench.experts import experts_table
@@ -47,7 +48,7 @@ INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_round
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
 SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'  # of x in grad_weight, which is no scheme's default
 EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", SQUARE_BLOCKS, "int8")
-Job = Callable[..., Table]  # measures a table; takes `hardware` and `report`
+Job = Callable[[Bench], Table]  # measures a table
 
 R = TypeVar("R", bound=Any)  # a row of a table, which has a name
 
@@ -87,14 +88,14 @@ def products(settings: BenchmarkSettings, device: torch.device) -> Job:
         sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
     layout = settings.a_column_major, settings.b_column_major
     problems = {name: Problem(m, n, k, device, *layout) for name, (m, n, k) in sizes.items()}
-    return partial(matmul_table, problems, rows_among(settings, ROWS), settings.budget_ms)
+    return partial(matmul_table, problems, rows_among(settings, ROWS))
 
 
 def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of quantizers, ready to be measured."""
     texts = listed(settings.quantizer_shapes, "--quantizer_shapes")
     shapes = [parse_sizes(text, 2, "--quantizer_shapes") for text in texts]
-    return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS), device, settings.budget_ms)
+    return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS))
 
 
 def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -102,7 +103,7 @@ def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
     texts = listed(settings.grouped_shapes, "--grouped_shapes")
     sizes = {text: parse_sizes(text, 4, "--grouped_shapes") for text in texts}
     problems = {text: GroupedProblem(groups, t, n, k, device) for text, (groups, t, n, k) in sizes.items()}
-    return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS), settings.budget_ms)
+    return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS))
 
 
 def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -116,18 +117,13 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]  # auto chooses among the others
     schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
-    return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
+    return partial(linear_table, shapes, settings.tokens, schemes)
 
 
 def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of experts under schemes, ready to be measured."""
     schemes = compared_schemes(split_list(settings.schemes) or EXPERT_SCHEMES)
-    return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
-
-
-def conv2d(settings: BenchmarkSettings, device: torch.device) -> Job:
-    """The table of convolutions, ready to be measured."""
-    return partial(conv2d_table, device, settings.budget_ms)
+    return partial(experts_table, EXPERT_SHAPES[device.type], schemes)
 
 
 def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -159,7 +155,7 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "grouped": grouped_products,
     "linears": linears,
     "experts": experts,
-    "conv2d": conv2d,
+    "conv2d": lambda settings, device: conv2d_table,
     "roofline": roofline,
 }
 

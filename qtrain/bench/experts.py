@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme, swapped
+from qtrain.bench.case import UNIT, Bench, Case, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
@@ -167,19 +167,12 @@ def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
     return Case(problem.inputs, run, check_against(("y", "dx", "dgate_up", "ddown"), lambda: problem.truth, scheme))
 
 
-def experts_table(
-    shapes: dict[str, ExpertsShape],
-    schemes: dict[str, Scheme],
-    device: torch.device,
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> Table:
+def experts_table(shapes: dict[str, ExpertsShape], schemes: dict[str, Scheme], bench: Bench) -> Table:
     """Milliseconds of forward and backward of every scheme, compared with bf16 if it is among the schemes."""
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(bench.device)
     note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {three_digits(bandwidth)} TB/s."
     table = Table("MoE experts", UNIT, list(shapes), [note])
-    problems = {name: ExpertsProblem(shape, device) for name, shape in shapes.items()}
-    roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, hardware, bandwidth)  # noqa: E731
-    fill_by_scheme(table, problems, schemes, experts_case, roofline, device, budget_ms, report)
+    problems = {name: ExpertsProblem(shape, bench.device) for name, shape in shapes.items()}
+    roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, bench.hardware, bandwidth)  # noqa: E731
+    fill_by_scheme(table, problems, schemes, experts_case, roofline, bench)
     return table

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Report, Row, UnavailableError, check_product, fill_rates
+from qtrain.bench.case import Bench, Case, Row, UnavailableError, check_product, fill_rates
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, Hardware, compute_capability
+from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, compute_capability
 from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.operators import quantize
 
@@ -76,23 +76,21 @@ def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Cal
     return add
 
 
-def matmul_table(
-    problems: dict[str, Problem], rows: Sequence[Row[Problem]], budget_ms: float, hardware: Hardware, report: Report
-) -> Table:
+def matmul_table(problems: dict[str, Problem], rows: Sequence[Row[Problem]], bench: Bench) -> Table:
     """TFLOP/s of every row on every problem, and the device's peaks."""
     first = next(iter(problems.values()))
     a, b = "Aᵀ" if first.a_column_major else "A", "B" if first.b_column_major else "Bᵀ"
     table = Table(f"Matrix products {a}·{b}, M x N x K", "TFLOP/s; TOPS for integers", list(problems))
-    if first.device.type == "cpu":
+    if bench.device.type == "cpu":
         table.notes.append(
             "On a CPU, Triton's rows run their PyTorch references, and cuBLAS's rows PyTorch's own products."
         )
-    fill_rates(table, problems, rows, budget_ms, hardware, report)
+    fill_rates(table, problems, rows, bench)
     # A row for each peak that bounds a row above, so that shares can be read off the table.
-    source = "measured" if hardware.measured else "datasheet, dense"
-    for arithmetic in sorted({r.arithmetic for r in rows} & hardware.peaks.keys()):
+    source, peaks = "measured" if bench.hardware.measured else "datasheet, dense", bench.hardware.peaks
+    for arithmetic in sorted({r.arithmetic for r in rows} & peaks.keys()):
         for column in problems:
-            table.put(f"peak {arithmetic.upper()} ({source})", column, Cell(hardware.peaks[arithmetic]))
+            table.put(f"peak {arithmetic.upper()} ({source})", column, Cell(peaks[arithmetic]))
     return table
 
 
