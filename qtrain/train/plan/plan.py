@@ -274,6 +274,7 @@ def make_plan(
     if sol is None:
         assert parameters is not None  # as all figures need them
         sol, source = measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)
+        source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
     if figures.between is None:
         passes = compute_seconds(seconds, samples, sol, figures.again, figures.frozen)
     else:
