@@ -132,8 +132,7 @@ class MeasuredModel:
     def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:
         """The model, with the weights that its training evaluates. dtype: of an exported one."""
         if self.exported is not None:
-            where = {"device": device, "dtype": choose_dtype(dtype, device)}
-            yield build_model(self.source, impl=self._impl, pretrained=True, **where), None
+            yield self._built(device, choose_dtype(dtype, device)), None
             return
         run = self._restored(device)
         if not run.optimizer.averages_weights:
@@ -144,11 +143,13 @@ class MeasuredModel:
     def in_codes(self, device: torch.device, dtype: str, scheme: Scheme, *, quantize_head: bool) -> nn.Module:
         """An exported model whose linears run in `scheme`, for forward passes alone: of their weights codes are kept
         and nothing else, made one matrix after the other."""
-        where = {"device": device, "dtype": choose_dtype(dtype, device)}
-        model = build_model(self.source, impl=self._impl, pretrained=True, lazy=True, **where)
+        model = self._built(device, choose_dtype(dtype, device), lazy=True)
         head: Any = model.lm_head
         quantize_linears(model, scheme, seed=0, head=head, quantize_head=quantize_head, forward_only=True)
         return model
+
+    def _built(self, device: torch.device, dtype: torch.dtype, lazy: bool = False) -> nn.Module:
+        return build_model(self.source, impl=self._impl, device=device, dtype=dtype, pretrained=True, lazy=lazy)
 
     @property
     def _impl(self) -> str:
@@ -175,8 +176,7 @@ class MeasuredModel:
         """The model with the weights that its training exports, adapters merged, and lines that say whose they are."""
         if self.exported is not None:
             named = self.source.config.get("dtype") or self.source.config.get("torch_dtype")
-            where = {"device": device, "dtype": torch.bfloat16 if named == "bfloat16" else torch.float32}
-            yield build_model(self.source, impl=self._impl, pretrained=True, **where), []
+            yield self._built(device, torch.bfloat16 if named == "bfloat16" else torch.float32), []
             return
         run = self._restored(device)
         notes = [f"weights     of step {run.state.step:,}, {self.checkpoint}"]

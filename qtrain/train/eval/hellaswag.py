@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,21 +39,11 @@ class HellaSwagQuestion:
     answer: int
 
 
-@dataclass(frozen=True)
-class Score:
-    """Questions answered correctly by plain and by normalized score, out of `total`. Scores of ranks add up."""
+class Score(NamedTuple):
+    """The fraction of questions answered correctly by plain and by normalized score."""
 
-    right: int
-    right_norm: int
-    total: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.total
-
-    @property
-    def accuracy_norm(self) -> float:
-        return self.right_norm / self.total
+    accuracy: float
+    accuracy_norm: float
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------
@@ -184,8 +174,7 @@ def evaluate_hellaswag(
 ) -> Score:
     """Answer `questions` with the model `logits`: ids int64 [batch_size, S <= max_len] -> logits [batch_size, S, V].
 
-    A text of more than max_len + 1 tokens is truncated on the left. With several ranks, give each
-    `questions[rank::world]` and add the scores.
+    A text of more than max_len + 1 tokens is truncated on the left.
     """
     scores = [[0.0] * len(asked.endings) for asked in questions]
     for batch in _batches(_candidates(questions, tokenizer, max_len), batch_size):
@@ -197,4 +186,4 @@ def evaluate_hellaswag(
         per_character = [score / max(len(ending), 1) for score, ending in zip(plain, asked.endings, strict=True)]
         right += plain.index(max(plain)) == asked.answer
         right_norm += per_character.index(max(per_character)) == asked.answer
-    return Score(right, right_norm, len(questions))
+    return Score(right / len(questions), right_norm / len(questions))
