@@ -179,11 +179,12 @@ def _parsed(line: str, where: str) -> RunResult:
     return run
 
 
-def check_variants(runs: Iterable[RunResult], flag: str) -> None:
-    """UserError where one name means different settings in runs of one recipe."""
-    known: dict[tuple[str, str], RunResult] = {}
+def check_variants(runs: Iterable[Any], flag: str) -> None:
+    """UserError where one name means different settings in runs of one recipe. runs: finished ones, `RunResult`, or
+    those to be made, `PairedRun`."""
+    known: dict[tuple[str, str], Any] = {}
     for run in runs:
-        other = known.setdefault((run.recipe_key, run.variant), run)  # the first of that name
+        other = known.setdefault((run.key[0], run.variant), run)  # the first of that name
         if other.overrides != run.overrides:
             raise UserError(
                 f"{flag}: {run.variant!r} of seed {run.seed} is {json.dumps(run.overrides)}, and of seed {other.seed} "

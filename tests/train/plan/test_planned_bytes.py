@@ -130,9 +130,10 @@ def _on_mesh(
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
     # As in the backward pass: a layer runs, and the next one is prefetched.
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
-    weights += parallel.kept_codes
+    weights += parallel.weights.kept_codes
     weights += [t for sharded in parallel.parameters + parallel.frozen for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
@@ -223,7 +224,8 @@ def test_planned_bytes_of_frozen_layers_in_host_memory(lora):
     add_lora(model, lora, seed=0)
     units = decoder_units(model)
     parallel = DataParallel(model, quantized, make_mesh(1, 1, "cpu"), units=units)
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
     copies = trained.added_bytes(2) - trained.added_bytes(4)  # those of adapters in the model's dtype
@@ -276,7 +278,8 @@ def test_planned_bytes_of_trained_layers_in_host_memory(options, changes):
     states = [t for p, state in built.state.items() for key, t in state.items() if key not in ON_HOST]
     on_host = held([bucket.transfers[0][0] for bucket in update._buckets])
     assert planned.optimizer == pytest.approx(held([*states, *update._stages]) - on_host, rel=0.01)
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
     assert planned.weights == pytest.approx(on_device, rel=0.02)
