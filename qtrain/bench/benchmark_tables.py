@@ -81,11 +81,7 @@ def row_names() -> list[str]:
 
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of matrix products, ready to be measured."""
-    if settings.model:
-        tokens, found = settings.tokens, _linear_shapes(settings.model)
-        sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
-    else:
-        sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
+    sizes = _products_of(settings.model, settings.tokens) if settings.model else _shapes(settings, "shapes", 3)
     layout = settings.a_column_major, settings.b_column_major
     problems = {name: Problem(m, n, k, device, *layout) for name, (m, n, k) in sizes.items()}
     return partial(matmul_table, problems, rows_among(settings, ROWS))
@@ -93,15 +89,13 @@ def products(settings: BenchmarkSettings, device: torch.device) -> Job:
 
 def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of quantizers, ready to be measured."""
-    texts = listed(settings.quantizer_shapes, "--quantizer_shapes")
-    shapes = [parse_sizes(text, 2, "--quantizer_shapes") for text in texts]
-    return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS))
+    shapes = _shapes(settings, "quantizer_shapes", 2)
+    return partial(quantizer_table, [*shapes.values()], rows_among(settings, QUANTIZER_ROWS))
 
 
 def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of grouped products, ready to be measured."""
-    texts = listed(settings.grouped_shapes, "--grouped_shapes")
-    sizes = {text: parse_sizes(text, 4, "--grouped_shapes") for text in texts}
+    sizes = _shapes(settings, "grouped_shapes", 4)
     problems = {text: GroupedProblem(groups, t, n, k, device) for text, (groups, t, n, k) in sizes.items()}
     return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS))
 
@@ -109,14 +103,12 @@ def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
 def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of linears under schemes, ready to be measured."""
     if settings.linear_shapes:
-        texts = split_list(settings.linear_shapes)
-        shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
+        shapes = _shapes(settings, "linear_shapes", 2)
     elif settings.model:
         shapes = _linear_shapes(settings.model)
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
-    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]  # auto chooses among the others
-    schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
+    schemes = compared_schemes(split_list(settings.schemes) or [*_scheme_names(), *INT8_ROUNDINGS])
     return partial(linear_table, shapes, settings.tokens, schemes)
 
 
@@ -132,21 +124,28 @@ def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
         raise UserError("--gpu: there is no GPU here whose roofline could be drawn; name one, such as --gpu h100.")
     gpu = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
     if settings.roofline_shapes:
-        texts = split_list(settings.roofline_shapes)
-        shapes = {text: parse_sizes(text, 3, "--roofline_shapes") for text in texts}
+        shapes = _shapes(settings, "roofline_shapes", 3)
     elif settings.model:
-        tokens, found = max(settings.tokens, SIZES["cuda"]["tokens"]), _linear_shapes(settings.model)
-        shapes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
+        shapes = _products_of(settings.model, max(settings.tokens, SIZES["cuda"]["tokens"]))
     else:
         shapes = {f"{m}x{n}x{k}": (m, n, k) for m, n, k in ROOFLINE_SHAPES}
-    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
-    return partial(roofline_table, shapes, compared_schemes(split_list(settings.schemes) or names), gpu)
+    return partial(roofline_table, shapes, compared_schemes(split_list(settings.schemes) or _scheme_names()), gpu)
+
+
+def _scheme_names() -> list[str]:
+    """Without auto, which chooses among the others."""
+    return [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
 
 
 def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """(out-features, in-features) of each linear of a layer; of experts those of one."""
     found = layer_linears(read_model_source(model).model_config())
     return {name: (linear.out_features, linear.in_features) for name, linear in found.items()}
+
+
+def _products_of(model: str, tokens: int) -> dict[str, tuple[int, int, int]]:
+    """(M, N, K) of the linears of a layer, by their names and sizes."""
+    return {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in _linear_shapes(model).items()}
 
 
 TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
@@ -160,10 +159,11 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
 }
 
 
-def listed(text: str, flag: str) -> list[str]:
-    found = split_list(text)
+def _shapes(settings: BenchmarkSettings, name: str, count: int) -> dict[str, Any]:
+    """The sizes of `count` numbers each that the flag `name` lists, by their texts."""
+    found = {text: parse_sizes(text, count, f"--{name}") for text in split_list(getattr(settings, name))}
     if not found:
-        raise UserError(f"{flag}: it is empty; name at least one size.")
+        raise UserError(f"--{name}: it is empty; name at least one size.")
     return found
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from qtrain.comm.ranks import from_rank_0, launched_world
 from qtrain.core.hardware import Hardware, with_measured_host_link
@@ -71,9 +70,9 @@ def prepare(
     planned = functools.partial(_planned, architecture, phases or [linears], hardware, data, trained)
     checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
-        within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed).plan)
+        within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed)[1])
         fitted = getattr(checked.settings, "fit", "off") == "auto"  # it has searched already
-        found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
+        found = () if fitted else advice(checked, plan, lambda changed: planned(changed)[1])
         plan = dataclasses.replace(plan, advice=found, within=within)
     plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
     told = list(last_linears(plan, linears))
@@ -122,13 +121,6 @@ def _alone(checked: CheckedSettings, phase: Phase) -> CheckedSettings:
     return dataclasses.replace(checked.at(phase), folder=dataclasses.replace(checked.folder, resumed_from=None))
 
 
-class _Planned(NamedTuple):
-    """checked: with `reshards` as the plan needs it."""
-
-    checked: CheckedSettings
-    plan: Plan
-
-
 def _planned(
     architecture: Architecture,
     linears: Sequence[Sequence[LinearChoice]],
@@ -136,9 +128,9 @@ def _planned(
     data: Sequence[str],
     trained: TrainedPart | None,
     checked: CheckedSettings,
-) -> _Planned:
-    """The plan, with full sharding where --reshard_after_forward asks for it. linears: of each phase of
-    --quantize_schedule; without, of the run."""
+) -> tuple[CheckedSettings, Plan]:
+    """The plan, with full sharding where --reshard_after_forward asks for it, and the settings that say so. linears: of
+    each phase of --quantize_schedule; without, of the run."""
 
     def plan_of(checked: CheckedSettings) -> Plan:
         if not checked.phases:
@@ -154,7 +146,7 @@ def _planned(
     if reshards(checked, plan.memory_taken, hardware.memory_bytes, model, architecture.blocks(model)):
         checked = dataclasses.replace(checked, reshards=True)
         plan = plan_of(checked)
-    return _Planned(checked, plan)
+    return checked, plan
 
 
 def fit_memory(
@@ -173,7 +165,7 @@ def fit_memory(
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
     phases = _linears_of_phases(checked, architecture)
     planned = functools.partial(_planned, architecture, phases or [linears], hardware, (), trained)
-    checked, lines = fit(checked, lambda changed: planned(changed).plan)
+    checked, lines = fit(checked, lambda changed: planned(changed)[1])
     return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 
 
