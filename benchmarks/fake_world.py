@@ -35,7 +35,7 @@ from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 
 GIB = 2**30
@@ -112,7 +112,7 @@ def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[
     source = read_model_source(settings.model)
     architecture = EmptyArchitecture(source, "native", settings.seq_len, source.model_config())
     prepared = prepare(checked, architecture, data=())
-    memory = language_memory(prepared, architecture.config, prepared.linears, None)
+    memory = LanguageRun(prepared, architecture.config, prepared.linears, None).memory()
     planned = Bytes(memory.weights, memory.optimizer)
     for rank in ranks:
         with fake_world(rank, settings.world_size or 1):

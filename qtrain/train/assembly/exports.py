@@ -125,13 +125,11 @@ def export_run(
     --lm_eval; original: is written in place of the run's model; finish: as `merge` of `export_weights`."""
     settings = prepared.language
     with export_weights(run, finish) as whole:
-        lines = (
-            write_exports(prepared, run, original or whole, tokenizer) if whole is not None and settings.export else []
-        )
+        if whole is not None and settings.export:
+            for line in write_exports(prepared, run, original or whole, tokenizer):
+                log.info("%s", line)
     if rank() != 0:
         return
-    for line in lines:
-        log.info("%s", line)
     if settings.lm_eval:
         record(run_lm_eval(settings.lm_eval, run.folder.path / "hf", prepared.device.type))
     if settings.push_to_hub:
