@@ -142,7 +142,7 @@ def _scaled(who: str, fmt: str, granularity: str, accumulation: float) -> Callab
         if family == "cublas":
             p.only_k_major(K_MAJOR_ONLY)
         operands = coded_pair(p, fmt, granularity, granularity)
-        need_family(scaled_mm_names(operands.a.codes, operands.b.codes, BF16), family, p)
+        need_family(scaled_mm_names(operands.a, operands.b, BF16), family, p)
         return operands.case(lambda a, b, s, t: scaled_mm(a, b, s, t, BF16), accumulation, family)
 
     return prepare
@@ -196,7 +196,7 @@ def _blockwise(who: str, fmt: str, block_a: str, block_b: str) -> Callable[[Prob
             # On a CPU the dispatch would run the reference under cuBLAS's name.
             need_gpu(p, "cuBLAS's blockwise products")
         operands = coded_pair(p, fmt, block_a, block_b)
-        names = blockwise_mm_names(operands.a.codes, operands.b.codes, operands.b.scale, block_a, block_b, BF16)
+        names = blockwise_mm_names(operands.a, operands.b, operands.scale_b, block_a, block_b, BF16)
         need_family(names, family, p)
         return operands.case(lambda a, b, s, t: blockwise_mm(a, b, s, t, block_a, block_b, BF16), accumulation, family)
 
@@ -219,7 +219,7 @@ PACKED = "INT4 is packed along K: there is one layout"
 def int4_plain(p: Problem) -> Case:
     p.only_k_major(PACKED)
     operands, one = coded_pair(p, "int4", "tensorwise", "tensorwise"), torch.ones(1, device=p.device)
-    codes = operands.a.codes, operands.b.codes  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
+    codes = operands.a, operands.b  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
     a, b = ((lambda c=c: encoded(c, one, "int4", "tensorwise", p.k)) for c in codes)
     check = check_product(a, b, 0.0)
     return Case(codes, lambda a, b: int4_mm(a, b, p.k), check, "triton")

@@ -9,16 +9,18 @@ differ. Runs of other recipes are other tables; runs without a partner on the sa
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qtrain.bench.tables import Cell, Table
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.errors import UserError
 from qtrain.data.files import text_files
 from qtrain.data.text.shards import find_shards
+
+T = TypeVar("T")
 
 NOT_LEARNING = (
     "train_ds", "eval_ds", "seed", "run_name", "runs_dir", "ckpt_interval", "keep_ckpts", "async_checkpoint", "export",
@@ -204,17 +206,11 @@ def make_pairs(runs: Iterable[RunResult], reference: str) -> list[Pair]:
     ]
 
 
-def by_variant(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
-    found: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        found.setdefault(pair.run.variant, []).append(pair)
-    return found
-
-
-def by_recipe(runs: Iterable[RunResult]) -> dict[str, list[RunResult]]:
-    found: dict[str, list[RunResult]] = {}
-    for run in runs:
-        found.setdefault(run.recipe_key, []).append(run)
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """The items by their keys, in the order of the first of each."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 
@@ -228,10 +224,11 @@ def title_of(run: RunResult) -> str:
 def make_tables(runs: Sequence[RunResult], reference: str, failures: Mapping[str, str] | None = None) -> list[Table]:
     """For each recipe the mean difference of each variant, and every run. failures: reasons by 'VARIANT, seed N'."""
     tables = []
-    for recipe_runs in by_recipe(runs).values():
+    for recipe_runs in grouped(runs, lambda run: run.recipe_key).values():
         pairs, title = make_pairs(recipe_runs, reference), title_of(recipe_runs[0])
         if pairs:
-            tables.append(_differences(by_variant(pairs), f"Validation loss over {reference}: {title}"))
+            by_variant = grouped(pairs, lambda pair: pair.run.variant)
+            tables.append(_differences(by_variant, f"Validation loss over {reference}: {title}"))
         tables.append(_every_run(recipe_runs, pairs, reference, f"Every run: {title}"))
     for row, reason in (failures or {}).items():
         if not tables:

@@ -82,7 +82,9 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            self._handle_in_child(number)
+            # A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish.
+            if number == signal.SIGTERM:
+                _die(number)
             return
         now = time.monotonic()
         if number == signal.SIGINT and self._first_interrupt is not None:
@@ -98,11 +100,6 @@ class StopSignals:
             text = f"\n{self._received}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, text.encode())
-
-    def _handle_in_child(self, number: int) -> None:
-        """A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish."""
-        if number == signal.SIGTERM:
-            _die(number)
 
 
 def _die(number: int) -> None:

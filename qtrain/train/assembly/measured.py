@@ -111,7 +111,7 @@ class MeasuredModel:
 
     def describe(self, device: torch.device, dtype: str) -> str:
         """What `loaded` loads, in a line: whose weights, of which step, their dtype and scheme."""
-        scheme = "" if self.settings is None else self._scheme_text(self.settings)
+        scheme = self.scheme_text
         if self.checkpoint is not None:
             meta = read_meta(self.checkpoint)
             return f"checkpoint {self.checkpoint}, step {meta['state']['step']:,}, {meta.get('dtype', '')}, in {scheme}"
@@ -122,11 +122,16 @@ class MeasuredModel:
         step = max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=0)
         return f"export {self.exported} of the run {run.name}, step {step:,}, {kind}; trained in {scheme}"
 
-    @staticmethod
-    def _scheme_text(settings: LanguageSettings) -> str:
-        others = [name for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
+    @property
+    def scheme_text(self) -> str:
+        """The scheme that it was trained in, in words; "" of one that no run is known of."""
+        if (settings := self.settings) is None:
+            return ""
+        others = [f"its --{name}" for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
+        if (lora := self.trained.get("lora")) is not None and (base := as_lora(lora).base) not in ("none", "dense"):
+            others.append(f"adapters on {base}")
         text = spec_text({"scheme": settings.quantize, **(settings.quantize_kwargs or {})}).removesuffix(" {}")
-        return " and ".join([text, *(f"its --{name}" for name in others)])
+        return " and ".join([text, *others])
 
     @contextlib.contextmanager
     def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:

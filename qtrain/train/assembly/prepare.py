@@ -82,7 +82,7 @@ def prepare(
         *describe_phases(plan.phases),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
-        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.is_native else []),
         *checked.notes,
         *auto_lines,
         "linears",
