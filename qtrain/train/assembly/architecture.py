@@ -64,14 +64,9 @@ class Architecture(ABC, Generic[M, S]):
 
     @abstractmethod
     def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[LinearChoice],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
+        self, checked: CheckedSettings, linears: Sequence[LinearChoice], hardware: Hardware, trained: TrainedPart | None
     ) -> Plan:
-        """The plan of the run. data: lines that describe the data; trained: what trains, None: everything."""
+        """The plan of the run. trained: what trains, None: everything."""
 
     @property
     def linear_rows(self) -> Mapping[str, float] | None:

@@ -281,15 +281,10 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         return next((positions for positions in named if isinstance(positions, int)), None)
 
     def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[LinearChoice],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
+        self, checked: CheckedSettings, linears: Sequence[LinearChoice], hardware: Hardware, trained: TrainedPart | None
     ) -> Plan:
         teacher = None if self.teacher is None else self.teacher.config
-        return plan_language_run(checked, self.config, linears, hardware, data, trained, teacher)
+        return plan_language_run(checked, self.config, linears, hardware, trained, teacher)
 
 
 def _check_routers(settings: LanguageSettings, config: ModelConfig | MaybeNone) -> None:

@@ -67,14 +67,14 @@ def prepare(
     checked, linears = _resolved(checked, architecture)
     hardware = planned_hardware(checked.settings, checked.device)
     phases = _linears_of_phases(checked, architecture)
-    planned = functools.partial(_planned, architecture, phases or [linears], hardware, data, trained)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, trained)
     checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
         within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed)[1])
         fitted = getattr(checked.settings, "fit", "off") == "auto"  # it has searched already
         found = () if fitted else advice(checked, plan, lambda changed: planned(changed)[1])
         plan = dataclasses.replace(plan, advice=found, within=within)
-    plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
+    plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows, data=data)
     told = list(last_linears(plan, linears))
     lines = [
         describe_low_bits(told, plan.linear_rows),
@@ -125,7 +125,6 @@ def _planned(
     architecture: Architecture,
     linears: Sequence[Sequence[LinearChoice]],
     hardware: Hardware,
-    data: Sequence[str],
     trained: TrainedPart | None,
     checked: CheckedSettings,
 ) -> tuple[CheckedSettings, Plan]:
@@ -134,10 +133,10 @@ def _planned(
 
     def plan_of(checked: CheckedSettings) -> Plan:
         if not checked.phases:
-            return architecture.plan(checked, linears[0], hardware, data, trained)
+            return architecture.plan(checked, linears[0], hardware, trained)
         # With the scheme that the model is built for: norms that come with a later one are there from the first step.
         alone = [dataclasses.replace(checked.at(phase), scheme=checked.scheme) for phase in checked.phases]
-        plans = [architecture.plan(one, own, hardware, data, trained) for one, own in zip(alone, linears, strict=True)]
+        plans = [architecture.plan(one, own, hardware, trained) for one, own in zip(alone, linears, strict=True)]
         return plan_of_phases(checked.phases, linears, plans, checked.settings.steps)
 
     checked = dataclasses.replace(checked, reshards=False)
@@ -164,7 +163,7 @@ def fit_memory(
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
     phases = _linears_of_phases(checked, architecture)
-    planned = functools.partial(_planned, architecture, phases or [linears], hardware, (), trained)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, trained)
     checked, lines = fit(checked, lambda changed: planned(changed)[1])
     return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 

@@ -67,7 +67,6 @@ def plan_language_run(
     model_config: ModelConfig | None,
     linears: Sequence[LinearChoice],
     hardware: Hardware,
-    data: Sequence[str],
     trained: TrainedPart | None = None,
     teacher: ModelConfig | None = None,
 ) -> Plan:
@@ -75,7 +74,7 @@ def plan_language_run(
     trains, where not everything does. teacher: of --distill."""
     settings = checked.language
     if model_config is None:
-        return make_plan(checked, linears, hardware, data, None, per_sample=settings.seq_len)
+        return make_plan(checked, linears, hardware, None, per_sample=settings.seq_len)
     # BitNet adds norms before the output projections, whose weights count.
     if checked.scheme.root.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
@@ -115,7 +114,7 @@ def plan_language_run(
         traffic=run.traffic,
         resharding=settings.reshard_after_forward,
     )
-    return make_plan(checked, linears, hardware, data, figures, parameters=counted.total, per_sample=settings.seq_len)
+    return make_plan(checked, linears, hardware, figures, parameters=counted.total, per_sample=settings.seq_len)
 
 
 @dataclass(frozen=True)

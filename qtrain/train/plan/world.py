@@ -22,7 +22,7 @@ from qtrain.train.plan.step_time import (
     tp_overhead,
 )
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.settings.machine import Wire, find_wire, wire_in_node
+from qtrain.train.settings.machine import Wire
 from qtrain.train.settings.settings import TrainSettings
 
 GIB, MIB = 1024**3, 1024**2
@@ -181,28 +181,6 @@ class WorldPlan:
                 with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
                     found.append(planned_mesh(world // shard, shard, self.mesh.expert_mesh.tp))
         return found
-
-
-def plan_world(
-    settings: TrainSettings,
-    mesh: Mesh,
-    hardware: Hardware,
-    work: Work,
-    traffic: Traffic,
-    memory_on: Callable[[Mesh, bool], Peak],
-    resharding: str,
-) -> WorldPlan:
-    """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
-    return WorldPlan(
-        mesh=mesh,
-        keeps_shard=bool(settings.dp_shard or settings.dp_replicate),
-        cluster=Cluster(settings.gpus_per_node, wire_in_node(hardware), find_wire(settings.wire)),
-        hardware=hardware,
-        traffic=traffic,
-        memory_on=memory_on,
-        resharding=resharding,
-        work=work,
-    )
 
 
 def refuse_world(settings: TrainSettings) -> None:

@@ -59,7 +59,7 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
         changed = dataclasses.replace(changed, geometry=batch_geometry(changed.settings))
         if more[0]["optim_kwargs"]["offload"]:
             changed = dataclasses.replace(changed, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
-        others.append(architecture.plan(changed, linears, hardware, (), None))
+        others.append(architecture.plan(changed, linears, hardware, None))
     assert any(other.fits for other in others) and any(not other.fits for other in others)
     assert all(other.step_seconds >= chosen.step_seconds for other in others if other.fits)
 
@@ -133,7 +133,7 @@ def test_what_it_may_keep_in_host_memory(changes, expected):
     model = architecture.empty
     linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
     hardware = planned_hardware(checked.settings, checked.device)
-    found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, (), None)))
+    found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, None)))
     assert {tuple(name for name in c.plan.host if name != "residuals") for c in found} == set(expected)
     free = changes.keys().isdisjoint({"offload"}) and "offload" not in (changes.get("optim_kwargs") or {})
     for recomputed in RECOMPUTED:

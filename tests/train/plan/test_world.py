@@ -39,7 +39,7 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
     checked = checked_of(LanguageSettings(**{**chosen, **options}))
     hardware = planned_hardware(checked.settings, checked.device)
     linears = linears_of(checked, local_config(config, checked.settings.tp, 1))
-    return plan_language_run(checked, config, linears, hardware, ()).world
+    return plan_language_run(checked, config, linears, hardware).world
 
 
 # ---- against measurements --------------------------------------------------------------------------------------------
@@ -350,6 +350,6 @@ def test_one_gpu_of_a_world_is_the_plan_of_one_process():
     checked = checked_of(LanguageSettings(seq_len=1024, batch_size=32, gpu="h200", dry_run=True, **FP8))
     config = read_model_source("qwen2.5-0.5b").model_config()
     hardware = planned_hardware(checked.settings, checked.device)
-    alone = plan_language_run(checked, config, linears_of(checked, config), hardware, ())
+    alone = plan_language_run(checked, config, linears_of(checked, config), hardware)
     assert alone.world is None and plan.memory_on(Mesh(), False).kinds == alone.memory
     assert plan.memory_on(Mesh(1, 8), False).kinds != alone.memory
