@@ -265,7 +265,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         if self.config is None or self.config.moe is None:
             return None
         head, linears_by_key = self.head(self.empty), layer_linears(self.config)
-        ranks = 1 if self.parts is None else self.parts.ranks_per_expert
+        # An expert computes the micro-batches of all ranks of its group.
+        ranks = self.parts.group.ranks if self.parts is not None and self.parts.experts_only else 1
         shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in linears_by_key.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])

@@ -8,10 +8,10 @@ Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?",
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,10 @@ from torch import Tensor
 from qtrain.core.checks import check_value
 from qtrain.core.errors import UserError
 from qtrain.core.hub import reaching_hub
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 HUB = "Rowan/hellaswag"
 PAD_TO = 64  # lengths are rounded up to a multiple of it: few shapes, few compilations
-
-
-class Encoder(Protocol):
-    """What is needed of a tokenizer; it adds no special tokens."""
-
-    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class _Candidate:
     n_ending: int
 
 
-def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_len: int) -> list[_Candidate]:
+def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Tokenizer, max_len: int) -> list[_Candidate]:
     found = []
     for number, asked in enumerate(questions):
         n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
@@ -131,14 +126,6 @@ def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_
             n_ending = max(1, min(len(tokens) - n_context, len(tokens) - 1, max_len))
             found.append(_Candidate(number, which, tokens[-(max_len + 1) :], n_ending))
     return found
-
-
-def _batches(candidates: list[_Candidate], size: int) -> Iterator[list[_Candidate]]:
-    ordered = sorted(
-        candidates, key=lambda c: len(c.tokens), reverse=True
-    )  # the longest first: running out of memory shows early
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
 
 
 @torch.no_grad()
@@ -165,7 +152,7 @@ def _log_likelihoods(
 
 def evaluate_hellaswag(
     logits: Callable[[Tensor], Tensor],
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     questions: Sequence[HellaSwagQuestion],
     *,
     batch_size: int,
@@ -177,7 +164,10 @@ def evaluate_hellaswag(
     A text of more than max_len + 1 tokens is truncated on the left.
     """
     scores = [[0.0] * len(asked.endings) for asked in questions]
-    for batch in _batches(_candidates(questions, tokenizer, max_len), batch_size):
+    # The longest first: running out of memory shows early.
+    ordered = sorted(_candidates(questions, tokenizer, max_len), key=lambda c: len(c.tokens), reverse=True)
+    for start in range(0, len(ordered), batch_size):
+        batch = ordered[start : start + batch_size]
         for candidate, score in zip(batch, _log_likelihoods(logits, batch, batch_size, max_len, device), strict=True):
             scores[candidate.question][candidate.ending] = score
     right = right_norm = 0
