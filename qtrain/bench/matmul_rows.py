@@ -4,6 +4,7 @@ Each row declares its problem's layouts, makes codes and scales (not timed), and
 of its result. The tolerance follows from the accumulation: fp32 sums, sums of bf16 partial sums, or FP8 tensor cores.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -72,24 +73,26 @@ def int8_inductor(p: Problem) -> Case:
     return coded_pair(p, "int8", "rowwise", "rowwise").case(run, FP32_SUM)
 
 
-@row("INT8 torchao Triton, rowwise", "int8")
-def int8_torchao(p: Problem) -> Case:
+def _torchao(module: str, p: Problem) -> Any:
+    """A module of torchao's prototypes."""
     try:
-        from torchao.prototype.quantized_training.int8_mm import scaled_int8_mm
+        found = importlib.import_module(f"torchao.prototype.{module}")
     except ImportError:
         raise UnavailableError("torchao is not installed: pip install torchao") from None
     need_gpu(p, "torchao's Triton kernels")
+    return found
+
+
+@row("INT8 torchao Triton, rowwise", "int8")
+def int8_torchao(p: Problem) -> Case:
+    scaled_int8_mm = _torchao("quantized_training.int8_mm", p).scaled_int8_mm
     operands = coded_pair(p, "int8", "rowwise", "rowwise")
     return operands.case(lambda a, b, s, t: scaled_int8_mm(a, b.t(), s, t), BF16_SUM)
 
 
 def _torchao_blockwise(quantize_b: str, product: str, transposed: bool) -> Callable[[Problem], Case]:
     def prepare(p: Problem) -> Case:
-        try:
-            from torchao.prototype.blockwise_fp8_training import kernels
-        except ImportError:
-            raise UnavailableError("torchao is not installed: pip install torchao") from None
-        need_gpu(p, "torchao's Triton kernels")
+        kernels = _torchao("blockwise_fp8_training.kernels", p)
         p.only_k_major("torchao's blockwise kernels have one layout for each product")
         x, w = p.normal()
         if transposed:  # its grad_weight takes dy [K, M] and x [K, N], and transposes dy
