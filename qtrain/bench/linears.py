@@ -69,12 +69,9 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
 
     def run(x: Tensor, dy: Tensor) -> tuple[Any, ...]:
         x = x.detach().requires_grad_()
-        (weight,) = model.parameters()
-        weight.grad = None  # else the second call would accumulate
         quantized.refresh()
         y = model(x)
-        y.backward(dy)  # grad_input and grad_weight
-        return y.detach(), x.grad, weight.grad
+        return y.detach(), *torch.autograd.grad(y, (x, *model.parameters()), dy)  # grad_input and grad_weight
 
     return Case((x, dy), run, check_against(("y", "dx", "dw"), lambda: problem.truth, scheme))
 
