@@ -68,7 +68,9 @@ class TextModel:
         --quantize the export."""
         measured = MeasuredModel.find(name, MODEL, prefer_checkpoint=quantization is None)
         if quantization is None:
-            notes = _describe(measured)
+            notes = [f"model     {measured.checkpoint or measured.exported}"]
+            if measured.exported is None:
+                notes.append(f"scheme    {measured.scheme_text}, that of its training")
         else:
             if measured.exported is None:
                 raise UserError(
@@ -135,13 +137,6 @@ class TextModel:
                     scheme, head = self.quantization.scheme, self.quantization.head
                     model = self.measured.in_codes(device, dtype, scheme, quantize_head=head)
             yield model
-
-
-def _describe(measured: MeasuredModel) -> list[str]:
-    """Which model it is and what it runs in."""
-    if measured.exported is None:
-        return [f"model     {measured.checkpoint}", f"scheme    {measured.scheme_text}, that of its training"]
-    return [f"model     {measured.exported}"]
 
 
 def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.device) -> list[str]:
