@@ -212,10 +212,9 @@ class LanguageRun:
             )
 
         # Activations come on top: every layer's inputs and outputs.
-        if checked.settings.tp > 1:
-            return replace(of(trained.shapes, alone, self.linears), tensor=self._tensor_traffic())
-        if checked.settings.cp > 1:
-            return replace(of(trained.shapes, alone, self.linears), context=self._context_traffic())
+        if checked.settings.tp > 1 or checked.settings.cp > 1:
+            group = self._tensor_traffic() if checked.settings.tp > 1 else self._context_traffic()
+            return replace(of(trained.shapes, alone, self.linears), group=group)
         if checked.settings.ep == 1:
             return of(trained.shapes, alone, self.linears)
         expert_shapes = _expert_shapes(model_config)
@@ -257,6 +256,7 @@ class LanguageRun:
             of_token += mixtures * self._routed_bytes()
             calls += mixtures * EXCHANGES_A_LAYER
         return GroupTraffic(
+            "activations",
             tokens=self.checked.geometry.micro_batch_size * settings.seq_len,
             bytes_per_token=of_token + EXCHANGES_A_HALF * width * element,  # of embedding and head
             calls=calls + EXCHANGES_A_HALF,
@@ -271,6 +271,7 @@ class LanguageRun:
         schemes = [n.scheme for n in self.linears if n.scheme is not None and not n.is_head and n.groups == 1]
         scales = sum((passes - 1) * spanning_scales(s, "x") + spanning_scales(s, "dy") for s in schemes)
         return GroupTraffic(
+            "heads of attention",
             tokens=self.checked.geometry.micro_batch_size * settings.seq_len // settings.cp,
             bytes_per_token=passes * layers * width,
             calls=2 * passes * layers + scales,
