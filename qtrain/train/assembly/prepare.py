@@ -13,7 +13,7 @@ from qtrain.comm.ranks import from_rank_0, launched_world
 from qtrain.core.hardware import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
-from qtrain.quant import LinearChoice, describe_choices
+from qtrain.quant import LinearChoice, choose_linears, describe_choices
 from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -21,7 +21,6 @@ from qtrain.train.plan.fit import advice, fit, flags_within
 from qtrain.train.plan.linears import (
     check_overrides,
     describe_low_bits,
-    plan_linears,
     refuse_no_swap,
     resolve_auto_scheme,
     resumed_map,
@@ -99,15 +98,23 @@ def prepare(
 def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[CheckedSettings, list[LinearChoice]]:
     """The map of schemes in force, that of a checkpoint included, and what it does to each linear. UserError for one
     that asks for what no linear can do."""
-    model, left = architecture.empty, architecture.left_linears(checked.scheme)
-    planned = functools.partial(plan_linears, model, head=architecture.head(model), device=checked.device, left=left)
-    linears = planned(checked.scheme, checked.settings)
+    model, settings = architecture.empty, checked.settings
+    planned = functools.partial(
+        choose_linears,
+        model,
+        device=checked.device,
+        head=architecture.head(model),
+        quantize_head=settings.quantize_lm_head,
+        min_size=settings.quantize_min_size,
+        left=architecture.left_linears(checked.scheme),
+    )
+    linears = planned(checked.scheme)
     if not checked.phases:
         check_overrides(linears, checked.scheme)
-        refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+        refuse_no_swap(linears, checked.scheme, settings.quantize)
     resumed = resumed_map(checked, linears)
     if resumed is not checked:
-        linears = planned(resumed.scheme, resumed.settings)
+        linears = planned(resumed.scheme)
     return resumed, linears
 
 

@@ -13,13 +13,12 @@ from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import LinearChoice, Scheme, quantize_linears
+from qtrain.quant import LinearChoice, Scheme, choose_linears, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.assembly.assemble import freeze_embedding, trained_part
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import LanguageRun, plan_language_run
-from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.step_time import offload_seconds
 from qtrain.train.settings.settings import LanguageSettings
@@ -37,7 +36,14 @@ def checked_of(settings: LanguageSettings, scheme: Scheme | None = None, dtype=t
 def linears_of(checked: CheckedSettings, config: ModelConfig) -> list[LinearChoice]:
     with torch.device("meta"):
         model = Decoder(config)
-    return plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=torch.device("cpu"))
+    return choose_linears(
+        model,
+        checked.scheme,
+        head=model.lm_head,
+        device=torch.device("cpu"),
+        quantize_head=checked.settings.quantize_lm_head,
+        min_size=checked.settings.quantize_min_size,
+    )
 
 
 def plan_for(
