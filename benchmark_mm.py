@@ -35,6 +35,7 @@ def benchmark(settings: BenchmarkSettings) -> None:
     import torch
 
     from qtrain.bench.benchmark_tables import chosen_tables, with_default_sizes
+    from qtrain.bench.case import Bench
     from qtrain.bench.tables import about_run, check_json, check_png, write_json, write_png
     from qtrain.bench.timing import watching_clocks
     from qtrain.core.checks import user_path
@@ -52,11 +53,12 @@ def benchmark(settings: BenchmarkSettings) -> None:
 
     # ---- check and time ----------------------------------------------------------------------------------------------
     hardware = describe_hardware(device)
+    bench = Bench(device, hardware, settings.budget_ms, show_progress)
     print(f"device      {hardware.name}, torch {torch.__version__}", flush=True)
     with watching_clocks(device) as clocks:
         tables = []
         for job in jobs:
-            tables.append(job(hardware=hardware, report=show_progress))
+            tables.append(job(bench))
             print("\n" + tables[-1].markdown() + "\n", flush=True)
     print(clocks.line())
 

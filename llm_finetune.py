@@ -60,7 +60,6 @@ def train(settings: FinetuneSettings) -> None:
     start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
-    from qtrain.comm.ranks import rank
     from qtrain.models import (
         AdaptedOriginal,
         add_lora,
@@ -75,24 +74,17 @@ def train(settings: FinetuneSettings) -> None:
         freeze_embedding,
         trained_part,
     )
-    from qtrain.train.assembly.exports import (
-        check_run_exports,
-        export_paths,
-        finish_adapters,
-        push_exports,
-        write_exports,
-    )
+    from qtrain.train.assembly.exports import check_run_exports, export_run, finish_adapters
     from qtrain.train.assembly.frozen_base import frozen_base
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.language import LanguageEvaluation
-    from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
+    from qtrain.train.eval.lm_eval import check_lm_eval
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.plan.checked_settings import check_settings
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import language_forward
-    from qtrain.train.step.step import export_weights
 
     start.mark("imports")
 
@@ -153,7 +145,7 @@ def train(settings: FinetuneSettings) -> None:
         exit_code = training.fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
-        data, folder = run.state.data or {}, run.folder.path
+        data = run.state.data or {}
         if counts := [f"{data[key]:,} {key}" for key in ("read", "dropped", "cut", "empty") if key in data]:
             log.info("examples    %s", ", ".join(counts))
         log_results(run)
@@ -163,15 +155,8 @@ def train(settings: FinetuneSettings) -> None:
             training.record_final(evaluation.over_all)
         merges = settings.export and original is None
         finish = None if lora is None else partial(finish_adapters, run, lora, merge=merges)
-        with export_weights(run, finish) as whole:
-            if whole is not None and settings.export:
-                for line in write_exports(prepared, run, original or whole, text.exported_tokenizer):
-                    log.info("%s", line)
-        if settings.lm_eval and rank() == 0:
-            training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
-        if settings.push_to_hub and rank() == 0:
-            for line in push_exports(export_paths(run), settings.push_to_hub):
-                log.info("%s", line)
+        tokenizer, record = text.exported_tokenizer, training.record_results
+        export_run(prepared, run, tokenizer, record, original=original, finish=finish)
 
 
 def command() -> None:

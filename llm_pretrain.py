@@ -42,7 +42,6 @@ def train(settings: PretrainSettings) -> None:
     start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
-    from qtrain.comm.ranks import rank
     from qtrain.train.assembly.assemble import (
         assemble,
         build_quantized,
@@ -50,17 +49,16 @@ def train(settings: PretrainSettings) -> None:
         freeze_embedding,
         trained_part,
     )
-    from qtrain.train.assembly.exports import check_run_exports, export_paths, push_exports, write_exports
+    from qtrain.train.assembly.exports import check_run_exports, export_run
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.language import LanguageEvaluation
-    from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
+    from qtrain.train.eval.lm_eval import check_lm_eval
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.plan.checked_settings import check_settings
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import language_forward
-    from qtrain.train.step.step import export_weights
 
     start.mark("imports")
 
@@ -110,23 +108,14 @@ def train(settings: PretrainSettings) -> None:
         log_results(run)
         if exit_code is not None:
             sys.exit(exit_code)
-        folder = run.folder.path
         if settings.final_eval == "all":
             training.record_final(evaluation.over_all)
         if settings.export:
-            with export_weights(run) as whole:
-                if whole is not None:
-                    for line in write_exports(prepared, run, whole, text.exported_tokenizer):
-                        log.info("%s", line)
-            if settings.lm_eval and rank() == 0:
-                training.record_results(run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type))
-            if settings.push_to_hub and rank() == 0:
-                for line in push_exports(export_paths(run), settings.push_to_hub):
-                    log.info("%s", line)
+            export_run(prepared, run, text.exported_tokenizer, training.record_results)
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             other += " --quantize_overrides {}" if settings.quantize_overrides else ""
-            log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), folder, other)
+            log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), run.folder.path, other)
 
 
 def command() -> None:

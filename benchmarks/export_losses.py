@@ -50,7 +50,7 @@ from qtrain.quant import Scheme
 from qtrain.quant.export_codes import trained_codes, values_of
 from qtrain.train.assembly.exports import export_folders
 from qtrain.train.assembly.measured import MeasuredModel
-from qtrain.train.eval.language import mean_loss
+from qtrain.train.eval.language import summed_loss
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import Count
@@ -107,7 +107,7 @@ class Measurement:
     windows: Sequence[Batch]
 
     def loss(self, model: nn.Module) -> Cell:
-        value = mean_loss(model, language_forward(model, None), self.windows)
+        value = summed_loss(model, language_forward(model, None), self.windows).mean
         return Cell(value, text=f"{value:.4f}")
 
     def attempt(self, load: Callable[[], nn.Module]) -> Cell:

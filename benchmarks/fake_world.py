@@ -35,7 +35,7 @@ from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 
 GIB = 2**30
@@ -88,13 +88,16 @@ def held_bytes(prepared: Prepared) -> Bytes:
     # As in the backward pass: a layer runs, and the next one is prefetched.
     assert isinstance(model, Decoder)
     units = decoder_units(model) if prepared.reshards else ()
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
     masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]
     states = (t for state in run.optimizer.state.values() for key, t in state.items() if key != "step")
     return Bytes(
-        _size([*weights, *codes, *masters, *parallel.kept_codes]), _size(local(t) for t in states), _size(masters)
+        _size([*weights, *codes, *masters, *parallel.weights.kept_codes]),
+        _size(local(t) for t in states),
+        _size(masters),
     )
 
 
@@ -109,7 +112,7 @@ def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[
     source = read_model_source(settings.model)
     architecture = EmptyArchitecture(source, "native", settings.seq_len, source.model_config())
     prepared = prepare(checked, architecture, data=())
-    memory = language_memory(prepared, architecture.config, prepared.linears, None)
+    memory = LanguageRun(prepared, architecture.config, prepared.linears, None).memory()
     planned = Bytes(memory.weights, memory.optimizer)
     for rank in ranks:
         with fake_world(rank, settings.world_size or 1):

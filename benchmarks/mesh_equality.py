@@ -223,7 +223,8 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     for sharded in parallel.parameters:
         if sharded.mesh.shard == 1:
             add_weight(sharded, plain_tensors(sharded.parameter))
-    parallel.gather_units()
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather()
     for index, linear in enumerate(quantized.linears):
         for name, tensor in linear.weight_codes.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2

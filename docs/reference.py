@@ -55,6 +55,18 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def exclusions_table() -> str:
+    """Options, what they do not go with, and why."""
+    from qtrain.train.settings.exclusions import EXCLUSIONS
+
+    rows = []
+    for row in EXCLUSIONS:
+        why = re.sub(r"^'?\{[\w.]+\}'?(, but)? ", "", row.why)  # the value that the message begins with
+        why = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), why)
+        rows.append([f"`{row.option}`", row.other, why, "refused" if row.refused else "a note in the plan"])
+    return table(("option", "does not go with", "because", "then"), rows)
+
+
 def flags_of(cls: type) -> str:
     """The flags of a settings dataclass as tables, in the groups of `--help`."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
@@ -125,7 +137,6 @@ def registries() -> dict[str, str]:
     from qtrain.models import EXPORT_FORMATS, list_models
     from qtrain.optim import OPTIMIZERS
     from qtrain.quant import SCHEMES
-    from qtrain.train.settings.exclusions import exclusions_table
 
     tokenizers = lines(sorted(TOKENIZERS.items()))
     data = (

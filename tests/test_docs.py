@@ -18,7 +18,6 @@ from qtrain.core.errors import UserError
 from qtrain.core.flags import Shell
 from qtrain.models import EXPORT_FORMATS
 from qtrain.train.plan.checked_settings import check_settings
-from qtrain.train.settings.exclusions import exclusions_table
 from tests.data.corpora import write_raw
 from tests.documentation import (
     BLOCK,
@@ -42,6 +41,7 @@ OTHERS = [command for command in COMMANDS.values() if not command.module()]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REFERENCE = load_reference()
+exclusions_table = REFERENCE.exclusions_table
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

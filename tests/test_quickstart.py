@@ -10,7 +10,7 @@ import torch
 from qtrain.data.eval_windows import eval_batches
 from qtrain.data.stream import StreamContext, dataset_tokenizer
 from qtrain.models import build_model, read_model_source
-from qtrain.train.eval.language import mean_loss
+from qtrain.train.eval.language import summed_loss
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.step.forward import language_forward
 from tests.system import ROOT, contents, flags, once, only_run, serving
@@ -114,7 +114,7 @@ def test_transformers_gives_the_logits_and_the_loss_of_the_native_model(runs, sc
             ours, theirs = native(batch.input_ids), exported(batch.input_ids).logits
             assert (ours - theirs).abs().max() <= 1e-3 * ours.abs().max()
         sums = [exported(b.input_ids).logits.log_softmax(-1).gather(2, b.labels[..., None]).sum() for b in windows]
-    plain = mean_loss(native, language_forward(native, None), windows)
+    plain = summed_loss(native, language_forward(native, None), windows).mean
     assert plain == pytest.approx(-sum(sums).item() / sum(b.labels.numel() for b in windows), rel=1e-5)
     logged = [r["eval_loss"] for r in read_metrics(run / "metrics.jsonl") if "eval_loss" in r][-1]
     assert logged == pytest.approx(plain, rel=1e-6 if scheme == "bf16" else 0.01)  # int8 evaluates in int8

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from qtrain.bench.arguments import BenchmarkSettings, compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.case import Bench
 from qtrain.bench.conv2d import conv2d_table
 from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
 from qtrain.bench.experts import experts_table
@@ -47,7 +48,7 @@ INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_round
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
 SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'  # of x in grad_weight, which is no scheme's default
 EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", SQUARE_BLOCKS, "int8")
-Job = Callable[..., Table]  # measures a table; takes `hardware` and `report`
+Job = Callable[[Bench], Table]  # measures a table
 
 R = TypeVar("R", bound=Any)  # a row of a table, which has a name
 
@@ -80,54 +81,41 @@ def row_names() -> list[str]:
 
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of matrix products, ready to be measured."""
-    if settings.model:
-        tokens, found = settings.tokens, _linear_shapes(settings.model)
-        sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
-    else:
-        sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
+    sizes = _products_of(settings.model, settings.tokens) if settings.model else _shapes(settings, "shapes", 3)
     layout = settings.a_column_major, settings.b_column_major
     problems = {name: Problem(m, n, k, device, *layout) for name, (m, n, k) in sizes.items()}
-    return partial(matmul_table, problems, rows_among(settings, ROWS), settings.budget_ms)
+    return partial(matmul_table, problems, rows_among(settings, ROWS))
 
 
 def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of quantizers, ready to be measured."""
-    texts = listed(settings.quantizer_shapes, "--quantizer_shapes")
-    shapes = [parse_sizes(text, 2, "--quantizer_shapes") for text in texts]
-    return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS), device, settings.budget_ms)
+    shapes = _shapes(settings, "quantizer_shapes", 2)
+    return partial(quantizer_table, [*shapes.values()], rows_among(settings, QUANTIZER_ROWS))
 
 
 def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of grouped products, ready to be measured."""
-    texts = listed(settings.grouped_shapes, "--grouped_shapes")
-    sizes = {text: parse_sizes(text, 4, "--grouped_shapes") for text in texts}
+    sizes = _shapes(settings, "grouped_shapes", 4)
     problems = {text: GroupedProblem(groups, t, n, k, device) for text, (groups, t, n, k) in sizes.items()}
-    return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS), settings.budget_ms)
+    return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS))
 
 
 def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of linears under schemes, ready to be measured."""
     if settings.linear_shapes:
-        texts = split_list(settings.linear_shapes)
-        shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
+        shapes = _shapes(settings, "linear_shapes", 2)
     elif settings.model:
         shapes = _linear_shapes(settings.model)
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
-    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]  # auto chooses among the others
-    schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
-    return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
+    schemes = compared_schemes(split_list(settings.schemes) or [*_scheme_names(), *INT8_ROUNDINGS])
+    return partial(linear_table, shapes, settings.tokens, schemes)
 
 
 def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of experts under schemes, ready to be measured."""
     schemes = compared_schemes(split_list(settings.schemes) or EXPERT_SCHEMES)
-    return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
-
-
-def conv2d(settings: BenchmarkSettings, device: torch.device) -> Job:
-    """The table of convolutions, ready to be measured."""
-    return partial(conv2d_table, device, settings.budget_ms)
+    return partial(experts_table, EXPERT_SHAPES[device.type], schemes)
 
 
 def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -136,15 +124,17 @@ def roofline(settings: BenchmarkSettings, device: torch.device) -> Job:
         raise UserError("--gpu: there is no GPU here whose roofline could be drawn; name one, such as --gpu h100.")
     gpu = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
     if settings.roofline_shapes:
-        texts = split_list(settings.roofline_shapes)
-        shapes = {text: parse_sizes(text, 3, "--roofline_shapes") for text in texts}
+        shapes = _shapes(settings, "roofline_shapes", 3)
     elif settings.model:
-        tokens, found = max(settings.tokens, SIZES["cuda"]["tokens"]), _linear_shapes(settings.model)
-        shapes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
+        shapes = _products_of(settings.model, max(settings.tokens, SIZES["cuda"]["tokens"]))
     else:
         shapes = {f"{m}x{n}x{k}": (m, n, k) for m, n, k in ROOFLINE_SHAPES}
-    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
-    return partial(roofline_table, shapes, compared_schemes(split_list(settings.schemes) or names), gpu)
+    return partial(roofline_table, shapes, compared_schemes(split_list(settings.schemes) or _scheme_names()), gpu)
+
+
+def _scheme_names() -> list[str]:
+    """Without auto, which chooses among the others."""
+    return [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
 
 
 def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
@@ -153,21 +143,27 @@ def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     return {name: (linear.out_features, linear.in_features) for name, linear in found.items()}
 
 
+def _products_of(model: str, tokens: int) -> dict[str, tuple[int, int, int]]:
+    """(M, N, K) of the linears of a layer, by their names and sizes."""
+    return {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in _linear_shapes(model).items()}
+
+
 TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "mm": products,
     "quantizers": quantizers,
     "grouped": grouped_products,
     "linears": linears,
     "experts": experts,
-    "conv2d": conv2d,
+    "conv2d": lambda settings, device: conv2d_table,
     "roofline": roofline,
 }
 
 
-def listed(text: str, flag: str) -> list[str]:
-    found = split_list(text)
+def _shapes(settings: BenchmarkSettings, name: str, count: int) -> dict[str, Any]:
+    """The sizes of `count` numbers each that the flag `name` lists, by their texts."""
+    found = {text: parse_sizes(text, count, f"--{name}") for text in split_list(getattr(settings, name))}
     if not found:
-        raise UserError(f"{flag}: it is empty; name at least one size.")
+        raise UserError(f"--{name}: it is empty; name at least one size.")
     return found
 
 

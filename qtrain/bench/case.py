@@ -23,8 +23,6 @@ from qtrain.quant import LowBitScheme, QuantizedModel, Scheme, quantize_linears
 
 Check = Callable[[Any], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
-Report = Callable[[str, Cell], None]  # called with each cell as it is filled: a table takes minutes
-
 P = TypeVar("P", bound=Any)  # A problem: sizes of operands, and the device
 
 
@@ -47,32 +45,54 @@ class Case:
     family: str | None = None
 
 
-def examine(
-    prepare: Callable[[], Case], device: torch.device, show: Callable[[Case, float], Cell], budget_ms: float
-) -> Cell:
-    """Prepare, check and time a case. Returns a cell with its figure, or with the reason why there is none.
+@dataclass(frozen=True)
+class Bench:
+    """Where and how long the cells of tables are measured. report: called with each cell as it is filled, since a table
+    takes minutes."""
 
-    show: (case, milliseconds) -> the cell; the timing is added to its details.
-    """
-    try:
-        case = prepare()
-        # The same call is checked and timed, under the same family of implementations.
-        with implementation(case.family):
-            share = case.check(case.run(*case.inputs))
-            timing = measure(case.run, case.inputs, device, budget_ms)
-    except UnavailableError as error:
-        return Cell(reason=str(error))
-    except WrongResultError as error:
-        return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
-    except Exception as error:  # a failing row must not end the table
-        return Cell(reason=f"{type(error).__name__}: {first_line(error)[:160]}")
-    # Problems differ in size: what one leaves in the allocator would fragment the next.
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    cell = show(case, timing.ms)
-    timed = {"ms": timing.ms, "ms_quartiles": [timing.low, timing.high], "runs": timing.runs, "error_share": share}
-    return dataclasses.replace(cell, details={**timed, **cell.details})
+    device: torch.device
+    hardware: Hardware
+    budget_ms: float
+    report: Callable[[str, Cell], None]
+
+    def fill(
+        self,
+        table: Table,
+        row: str,
+        column: str,
+        prepare: Callable[[], Case],
+        show: Callable[[Case, float], Cell],
+    ) -> Cell:
+        """Put what `examine` finds into the table."""
+        cell = self.examine(prepare, show)
+        table.put(row, column, cell)
+        self.report(f"{row}, {column}", cell)
+        return cell
+
+    def examine(self, prepare: Callable[[], Case], show: Callable[[Case, float], Cell]) -> Cell:
+        """Prepare, check and time a case. Returns a cell with its figure, or with the reason why there is none.
+
+        show: (case, milliseconds) -> the cell; the timing is added to its details.
+        """
+        try:
+            case = prepare()
+            # The same call is checked and timed, under the same family of implementations.
+            with implementation(case.family):
+                share = case.check(case.run(*case.inputs))
+                timing = measure(case.run, case.inputs, self.device, self.budget_ms)
+        except UnavailableError as error:
+            return Cell(reason=str(error))
+        except WrongResultError as error:
+            return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
+        except Exception as error:  # a failing row must not end the table
+            return Cell(reason=f"{type(error).__name__}: {first_line(error)[:160]}")
+        # Problems differ in size: what one leaves in the allocator would fragment the next.
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        cell = show(case, timing.ms)
+        timed = {"ms": timing.ms, "ms_quartiles": [timing.low, timing.high], "runs": timing.runs, "error_share": share}
+        return dataclasses.replace(cell, details={**timed, **cell.details})
 
 
 @contextlib.contextmanager
@@ -166,26 +186,17 @@ class Row(Generic[P]):
     prepare: Callable[[P], Case]
 
 
-def fill_rates(
-    table: Table,
-    problems: Mapping[str, P],
-    rows: Sequence[Row[P]],
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> None:
-    """TFLOP/s of every row on every problem, which has `operations` and a `device`."""
+def fill_rates(table: Table, problems: Mapping[str, P], rows: Sequence[Row[P]], bench: Bench) -> None:
+    """TFLOP/s of every row on every problem, which has `operations`."""
     for row in rows:
-        peak = hardware.peaks.get(row.arithmetic)
+        peak = bench.hardware.peaks.get(row.arithmetic)
         for column, problem in problems.items():
 
             def show(_: Case, ms: float, problem: P = problem, peak: float | None = peak) -> Cell:
                 rate = problem.operations / ms / 1e9  # 1e12 operations in 1e3 ms
                 return Cell(rate, details={"share_of_peak": rate / peak if peak else None})
 
-            cell = examine(partial(row.prepare, problem), problem.device, show, budget_ms)
-            table.put(row.name, column, cell)
-            report(f"{row.name}, {column}", cell)
+            bench.fill(table, row.name, column, partial(row.prepare, problem), show)
 
 
 UNIT = "ms of forward and backward; speed over bf16; share of the roofline"  # of a table with a row for each scheme
@@ -206,9 +217,7 @@ def fill_by_scheme(
     schemes: Mapping[str, Scheme],
     prepare: Callable[[P, Scheme], Case],
     roofline_ms: Callable[[P, Scheme], float],
-    device: torch.device,
-    budget_ms: float,
-    report: Report,
+    bench: Bench,
 ) -> None:
     """A row for each scheme, bf16 first if it is among them, and a column for each problem."""
     for column, problem in problems.items():
@@ -222,7 +231,5 @@ def fill_by_scheme(
                 details = {"over_bf16": plain / ms if plain else None, "roofline_ms": roofline}
                 return Cell(ms, text=f"{ms:.3g}{over}, {100 * roofline / ms:.0f}%", details=details)
 
-            cell = examine(lambda scheme=scheme, problem=problem: prepare(problem, scheme), device, show, budget_ms)
+            cell = bench.fill(table, label, column, partial(prepare, problem, scheme), show)
             plain_ms = cell.value if label == "bf16" else plain_ms
-            table.put(label, column, cell)
-            report(f"{label}, {column}", cell)

@@ -8,17 +8,17 @@ and dy, and computes all three. bf16 is cuDNN's, channels last, with the fastest
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
 
-from qtrain.bench.case import Case, Check, Report, WrongResultError, check_against, examine, swapped
+from qtrain.bench.case import Bench, Case, Check, WrongResultError, check_against, swapped
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY, Hardware
+from qtrain.core.hardware import FP8_CAPABILITY
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.philox import NEAREST
@@ -108,32 +108,19 @@ def network(device: torch.device) -> list[ConvProblem]:
 
 
 def sampled_truth(p: ConvProblem, gemm: Gemm, x: Tensor, w: Tensor, dy: Tensor) -> Tensor:
-    """A sample of the result in fp64, of tensors as `ConvProblem.tensors` has them: the first and the last image; of
-    grad_weight three output channels and two taps."""
-    s, (stride, padding, dilation) = p.shape, p.geometry
-    images = [0, s.n - 1]
-    unfold = partial(F.unfold, kernel_size=(s.r, s.s), dilation=dilation, padding=padding, stride=stride)
+    """A sample of the result in fp64, of tensors as `ConvProblem.tensors` has them (`sampled_rows`)."""
+    s, rows = p.shape, sampled_rows(p, gemm)
     if gemm == "output":
-        return (w.double().flatten(1) @ unfold(x[images].double())).view(2, s.k, s.p, s.q)
+        return F.conv2d(x[rows].double(), w.double(), None, *p.geometry)
     if gemm == "grad_input":
-        columns = w.double().flatten(1).t() @ dy[images].double().flatten(2)  # [2, C * R * S, PQ]
-        fold = partial(F.fold, kernel_size=(s.r, s.s), dilation=dilation, padding=padding, stride=stride)
-        return fold(columns, (s.h, s.w))
-    padded = F.pad(x, (s.padding_w, s.padding_w, s.padding_h, s.padding_h))
-    own = dy[:, [0, s.k // 2, s.k - 1]].transpose(0, 1).flatten(1).double()  # [3, NPQ]
-    found = []
-    for r, q in {(0, 0), (s.r - 1, s.s - 1)}:
-        seen = padded[:, :, r * s.dilation_h :: s.stride_h, q * s.dilation_w :: s.stride_w][:, :, : s.p, : s.q]
-        found.append(own @ seen.transpose(0, 1).flatten(1).double().t())  # [3, C]
-    return torch.stack(found)
+        return conv2d_input((2, s.c, s.h, s.w), w.double(), dy[rows].double(), *p.geometry)
+    return conv2d_weight(x.double(), (3, s.c, s.r, s.s), dy[:, rows].double(), *p.geometry)
 
 
-def sample_of(p: ConvProblem, gemm: Gemm, out: Tensor) -> Tensor:
-    """The same of a result [N, K, P, Q], [N, C, H, W] or [K, C, R, S]."""
-    s = p.shape
-    if gemm != "grad_weight":
-        return out[[0, s.n - 1]]
-    return torch.stack([out[[0, s.k // 2, s.k - 1], :, r, q] for r, q in {(0, 0), (s.r - 1, s.s - 1)}])
+def sampled_rows(p: ConvProblem, gemm: Gemm) -> list[int]:
+    """The first and the last image of a result [N, K, P, Q] or [N, C, H, W]; of grad_weight [K, C, R, S] three output
+    channels."""
+    return [0, p.shape.k // 2, p.shape.k - 1] if gemm == "grad_weight" else [0, p.shape.n - 1]
 
 
 def check_conv(
@@ -144,7 +131,7 @@ def check_conv(
     def check(out: object) -> float:
         assert isinstance(out, Tensor)
         x, w, dy = values()
-        result = sample_of(p, gemm, out)
+        result = out[sampled_rows(p, gemm)]
         truth, size = sampled_truth(p, gemm, x, w, dy), sampled_truth(p, gemm, x.abs(), w.abs(), dy.abs())
         allowed = 2.0**-8 * truth.abs() + accumulation * size + 1e-30
         share = float(((result.double() - truth).abs() / allowed).max().nan_to_num(nan=torch.inf))
@@ -261,9 +248,9 @@ def layer_case(p: ConvProblem, layer: str) -> Case:
     return Case((x, dy), run, check_against(("y", "dx", "dw"), truth, made))
 
 
-def conv2d_table(device: torch.device, budget_ms: float, hardware: Hardware, report: Report) -> Table:
+def conv2d_table(bench: Bench) -> Table:
     """Milliseconds of every convolution in every column, and their sums over a network."""
-    problems = network(device)
+    problems = network(bench.device)
     notes = [
         f"{problems[0].shape.n} images; name: kernel/stride, channels, size of the image. Products of codes do not "
         "include quantizing; layers do, with a refresh of the weight's codes. 1x1 kernels run as linears."
@@ -271,13 +258,13 @@ def conv2d_table(device: torch.device, budget_ms: float, hardware: Hardware, rep
     table = Table("Convolutions", "ms; speed over bf16", COLUMNS, notes)
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         for p in problems:
-            _fill_row(table, p, budget_ms, report)
+            _fill_row(table, p, bench)
     for model in dict.fromkeys(p.name.split()[0] for p in problems):
         _add_sums(table, model, [p for p in problems if p.name.startswith(f"{model} ")])
     return table
 
 
-def _fill_row(table: Table, p: ConvProblem, budget_ms: float, report: Report) -> None:
+def _fill_row(table: Table, p: ConvProblem, bench: Bench) -> None:
     row = f"{p.count} x {p.name}"
     for column in COLUMNS:
         what, _, arithmetic = column.partition(" ")
@@ -294,9 +281,7 @@ def _fill_row(table: Table, p: ConvProblem, budget_ms: float, report: Report) ->
             tflops = each * 2.0 * p.shape.multiply_adds / ms / 1e9
             return Cell(ms, text=f"{ms:.3g}{over}", details={"tflops": tflops, "count": p.count})
 
-        cell = examine(prepare, p.device, show, budget_ms)
-        table.put(row, column, cell)
-        report(f"{row}, {column}", cell)
+        bench.fill(table, row, column, prepare, show)
 
 
 def _add_sums(table: Table, model: str, problems: list[ConvProblem]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme, swapped
+from qtrain.bench.case import UNIT, Bench, Case, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
@@ -101,17 +101,12 @@ class ExpertsProblem:
             up, out = (w.double().requires_grad_() for w in (up, out))
             gate, linear = (rows @ up.t()).chunk(2, dim=-1)  # [tokens of e, width] each
             found = (nn.functional.silu(gate) * linear) @ out.t() * weights[token, route, None].double()
-            found.backward(dout[token].double())
+            drows, *own = torch.autograd.grad(found, (rows, up, out), dout[token].double())
             y.index_add_(0, token, found.detach())  # a token sums its k experts
-            dx.index_add_(0, token, _gradient(rows))
-            dup.copy_(up.grad)
-            ddown.copy_(out.grad)
+            dx.index_add_(0, token, drows)
+            dup.copy_(own[0])
+            ddown.copy_(own[1])
         return y.float(), dx.float(), *gradients
-
-
-def _gradient(t: Tensor) -> Tensor:
-    assert t.grad is not None
-    return t.grad
 
 
 def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwidth: float) -> float:
@@ -156,30 +151,20 @@ def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
 
     def run(x: Tensor, chosen: Tensor, weights: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-        # Freed first: else the second call would accumulate into them.
-        linears = experts.gate_up, experts.down_proj
-        for linear in linears:
-            linear.weight.grad = None
         y = experts(x, chosen, weights)
-        y.backward(dout)
-        return y.detach(), _gradient(x), *(linear.weight.grad for linear in linears)
+        trained = x, weights, experts.gate_up.weight, experts.down_proj.weight
+        dx, _, *gradients = torch.autograd.grad(y, trained, dout)
+        return y.detach(), dx, *gradients
 
     return Case(problem.inputs, run, check_against(("y", "dx", "dgate_up", "ddown"), lambda: problem.truth, scheme))
 
 
-def experts_table(
-    shapes: dict[str, ExpertsShape],
-    schemes: dict[str, Scheme],
-    device: torch.device,
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> Table:
+def experts_table(shapes: dict[str, ExpertsShape], schemes: dict[str, Scheme], bench: Bench) -> Table:
     """Milliseconds of forward and backward of every scheme, compared with bf16 if it is among the schemes."""
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(bench.device)
     note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {three_digits(bandwidth)} TB/s."
     table = Table("MoE experts", UNIT, list(shapes), [note])
-    problems = {name: ExpertsProblem(shape, device) for name, shape in shapes.items()}
-    roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, hardware, bandwidth)  # noqa: E731
-    fill_by_scheme(table, problems, schemes, experts_case, roofline, device, budget_ms, report)
+    problems = {name: ExpertsProblem(shape, bench.device) for name, shape in shapes.items()}
+    roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, bench.hardware, bandwidth)  # noqa: E731
+    fill_by_scheme(table, problems, schemes, experts_case, roofline, bench)
     return table

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.bench.case import Case, Check, Report, Row, UnavailableError, WrongResultError, check_product, fill_rates
+from qtrain.bench.case import Bench, Case, Check, Row, UnavailableError, WrongResultError, check_product, fill_rates
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Table
-from qtrain.core.hardware import FP8_CAPABILITY, Hardware
+from qtrain.core.hardware import FP8_CAPABILITY
 from qtrain.kernels.grouped.grouped_blockwise_mm import k_grouped_blockwise_mm, m_grouped_blockwise_mm
 from qtrain.kernels.grouped.grouped_mm import k_grouped_mm, m_grouped_mm
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
 from qtrain.kernels.grouped.per_group import matrices, unstack
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
-from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.column_groups import equal_groups
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 BF16 = torch.bfloat16
 ROLES = ("output", "grad_input", "grad_weight")
@@ -66,22 +66,11 @@ class GroupedProblem:
         return self.tokens_in_rows(self.k if role == "output" else self.n), w
 
 
-@dataclass(frozen=True)
-class Codes:
-    """An operand as its product reads it: K-major codes, whose groups are stacked along rows or columns."""
-
-    codes: Tensor
-    scale: Tensor
-    fmt: str
-    granularity: str
-
-    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """fp64, of codes and scales of one group."""
-        return dequantize(codes, scale, self.fmt, self.granularity, tuple(codes.shape), torch.float64)
-
-
-def coded_operands(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, str]) -> tuple[Codes, Codes]:
-    """Both operands of a role."""
+def coded_operands(
+    p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, str]
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Both operands of a role as its product reads them: K-major codes, whose groups are stacked along rows or
+    columns."""
     a, b = p.operands(role)
     grouped = {"group_of_block": p.rows.group_of_block, "groups": p.groups}
     # Both operands are quantized as a training step does: rows of tokens along K, weights per expert.
@@ -96,7 +85,10 @@ def coded_operands(p: GroupedProblem, role: str, fmt: str, granularities: tuple[
             quantize(a, fmt, granularity_a),
             rows_of_b or quantize_transposed(b, fmt, granularity_b, group_of_block=matrix_groups, groups=p.groups),
         ]
-    coded_a, coded_b = (Codes(codes, scale, fmt, g) for (codes, scale), g in zip(pairs, granularities, strict=True))
+    coded_a, coded_b = (
+        QuantizedTensor(codes, scale, OperandFormat(fmt, granularity))
+        for (codes, scale), granularity in zip(pairs, granularities, strict=True)
+    )
     return coded_a, coded_b
 
 
@@ -138,26 +130,33 @@ def plain_values(p: GroupedProblem, role: str, a: Tensor, b: Tensor) -> Callable
     return values
 
 
-def coded_values(p: GroupedProblem, role: str, a: Codes, b: Codes) -> Callable[[int, slice], tuple[Tensor, Tensor]]:
-    def scale_of(operand: Codes, group: int, rows: slice) -> Tensor:
+def coded_values(
+    p: GroupedProblem, role: str, a: QuantizedTensor, b: QuantizedTensor
+) -> Callable[[int, slice], tuple[Tensor, Tensor]]:
+    granularity_a, granularity_b = a.format.granularity, b.format.granularity
+
+    def scale_of(operand: QuantizedTensor, group: int, rows: slice) -> Tensor:
         """Of what is summed over rows."""
-        if operand.granularity == "rowwise":
+        if operand.format.granularity == "rowwise":
             return operand.scale.view(p.groups, -1)[group]
         # Block scales [columns, R / along]: groups start at multiples of 128 rows, so no block is shared.
-        along = 32 if operand.granularity == "32x32" else 128
+        along = 32 if operand.format.granularity == "32x32" else 128
         return operand.scale[:, rows.start // along : rows.stop // along]
+
+    def exact(operand: QuantizedTensor, codes: Tensor, scale: Tensor) -> Tensor:
+        return operand._replace(codes=codes, scale=scale).dequantize(torch.float64)
 
     def values(group: int, rows: slice) -> tuple[Tensor, Tensor]:
         if role == "grad_weight":
-            left, right = (t.values(t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
+            left, right = (exact(t, t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
             return left, right
-        down = {"32x32": 32}.get(a.granularity, 1)  # rows of a scale of A: 32x32 blocks have one for 32 rows
+        down = 32 if granularity_a == "32x32" else 1  # rows of a scale of A
         w = matrices(b.codes, a.codes.shape[1], p.groups)[group].contiguous()
-        if b.granularity == "rowwise":
+        if granularity_b == "rowwise":
             scale_w = b.scale.view(p.groups, -1)[group]
         else:
             scale_w = unstack(b.scale, p.groups, role == "output")[group]
-        return a.values(a.codes[rows], a.scale[rows.start // down : rows.stop // down]), b.values(w, scale_w)
+        return exact(a, a.codes[rows], a.scale[rows.start // down : rows.stop // down]), exact(b, w, scale_w)
 
     return values
 
@@ -263,14 +262,8 @@ def _rows() -> list[Row[GroupedProblem]]:
 GROUPED_ROWS = _rows()
 
 
-def grouped_table(
-    problems: dict[str, GroupedProblem],
-    rows: Sequence[Row[GroupedProblem]],
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> Table:
+def grouped_table(problems: dict[str, GroupedProblem], rows: Sequence[Row[GroupedProblem]], bench: Bench) -> Table:
     """TFLOP/s of every row on every problem; rows of no token are not counted."""
     table = Table("Grouped products, experts x tokens x N x K", "TFLOP/s; TOPS for integers", list(problems))
-    fill_rates(table, problems, rows, budget_ms, hardware, report)
+    fill_rates(table, problems, rows, bench)
     return table

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme, swapped
+from qtrain.bench.case import UNIT, Bench, Case, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.core.hardware import Hardware
 from qtrain.quant import Scheme
@@ -69,31 +69,20 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
 
     def run(x: Tensor, dy: Tensor) -> tuple[Any, ...]:
         x = x.detach().requires_grad_()
-        (weight,) = model.parameters()
-        weight.grad = None  # else the second call would accumulate
         quantized.refresh()
         y = model(x)
-        y.backward(dy)  # grad_input and grad_weight
-        return y.detach(), x.grad, weight.grad
+        return y.detach(), *torch.autograd.grad(y, (x, *model.parameters()), dy)  # grad_input and grad_weight
 
     return Case((x, dy), run, check_against(("y", "dx", "dw"), lambda: problem.truth, scheme))
 
 
-def linear_table(
-    shapes: dict[str, tuple[int, int]],
-    tokens: int,
-    schemes: dict[str, Scheme],
-    device: torch.device,
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> Table:
+def linear_table(shapes: dict[str, tuple[int, int]], tokens: int, schemes: dict[str, Scheme], bench: Bench) -> Table:
     """Milliseconds of forward and backward of every scheme on every shape [N, K], compared with bf16 if it is among the
     schemes."""
     columns = {" ".join(dict.fromkeys([name, f"{n}x{k}"])): (n, k) for name, (n, k) in shapes.items()}
-    problems = {column: LinearProblem(tokens, n, k, device) for column, (n, k) in columns.items()}
+    problems = {column: LinearProblem(tokens, n, k, bench.device) for column, (n, k) in columns.items()}
     note = "Quantizing x, w and dy is included; the roofline is the three products at the peak of their arithmetic."
     table = Table(f"Linears, {tokens} tokens, N x K", UNIT, list(columns), [note])
-    roofline = lambda problem, scheme: problem.roofline_ms(scheme, hardware)  # noqa: E731
-    fill_by_scheme(table, problems, schemes, linear_case, roofline, device, budget_ms, report)
+    roofline = lambda problem, scheme: problem.roofline_ms(scheme, bench.hardware)  # noqa: E731
+    fill_by_scheme(table, problems, schemes, linear_case, roofline, bench)
     return table

@@ -4,6 +4,7 @@ Each row declares its problem's layouts, makes codes and scales (not timed), and
 of its result. The tolerance follows from the accumulation: fp32 sums, sums of bf16 partial sums, or FP8 tensor cores.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -72,24 +73,26 @@ def int8_inductor(p: Problem) -> Case:
     return coded_pair(p, "int8", "rowwise", "rowwise").case(run, FP32_SUM)
 
 
-@row("INT8 torchao Triton, rowwise", "int8")
-def int8_torchao(p: Problem) -> Case:
+def _torchao(module: str, p: Problem) -> Any:
+    """A module of torchao's prototypes."""
     try:
-        from torchao.prototype.quantized_training.int8_mm import scaled_int8_mm
+        found = importlib.import_module(f"torchao.prototype.{module}")
     except ImportError:
         raise UnavailableError("torchao is not installed: pip install torchao") from None
     need_gpu(p, "torchao's Triton kernels")
+    return found
+
+
+@row("INT8 torchao Triton, rowwise", "int8")
+def int8_torchao(p: Problem) -> Case:
+    scaled_int8_mm = _torchao("quantized_training.int8_mm", p).scaled_int8_mm
     operands = coded_pair(p, "int8", "rowwise", "rowwise")
     return operands.case(lambda a, b, s, t: scaled_int8_mm(a, b.t(), s, t), BF16_SUM)
 
 
 def _torchao_blockwise(quantize_b: str, product: str, transposed: bool) -> Callable[[Problem], Case]:
     def prepare(p: Problem) -> Case:
-        try:
-            from torchao.prototype.blockwise_fp8_training import kernels
-        except ImportError:
-            raise UnavailableError("torchao is not installed: pip install torchao") from None
-        need_gpu(p, "torchao's Triton kernels")
+        kernels = _torchao("blockwise_fp8_training.kernels", p)
         p.only_k_major("torchao's blockwise kernels have one layout for each product")
         x, w = p.normal()
         if transposed:  # its grad_weight takes dy [K, M] and x [K, N], and transposes dy
@@ -142,7 +145,7 @@ def _scaled(who: str, fmt: str, granularity: str, accumulation: float) -> Callab
         if family == "cublas":
             p.only_k_major(K_MAJOR_ONLY)
         operands = coded_pair(p, fmt, granularity, granularity)
-        need_family(scaled_mm_names(operands.a.codes, operands.b.codes, BF16), family, p)
+        need_family(scaled_mm_names(operands.a, operands.b, BF16), family, p)
         return operands.case(lambda a, b, s, t: scaled_mm(a, b, s, t, BF16), accumulation, family)
 
     return prepare
@@ -196,7 +199,7 @@ def _blockwise(who: str, fmt: str, block_a: str, block_b: str) -> Callable[[Prob
             # On a CPU the dispatch would run the reference under cuBLAS's name.
             need_gpu(p, "cuBLAS's blockwise products")
         operands = coded_pair(p, fmt, block_a, block_b)
-        names = blockwise_mm_names(operands.a.codes, operands.b.codes, operands.b.scale, block_a, block_b, BF16)
+        names = blockwise_mm_names(operands.a, operands.b, operands.scale_b, block_a, block_b, BF16)
         need_family(names, family, p)
         return operands.case(lambda a, b, s, t: blockwise_mm(a, b, s, t, block_a, block_b, BF16), accumulation, family)
 
@@ -219,7 +222,7 @@ PACKED = "INT4 is packed along K: there is one layout"
 def int4_plain(p: Problem) -> Case:
     p.only_k_major(PACKED)
     operands, one = coded_pair(p, "int4", "tensorwise", "tensorwise"), torch.ones(1, device=p.device)
-    codes = operands.a.codes, operands.b.codes  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
+    codes = operands.a, operands.b  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
     a, b = ((lambda c=c: encoded(c, one, "int4", "tensorwise", p.k)) for c in codes)
     check = check_product(a, b, 0.0)
     return Case(codes, lambda a, b: int4_mm(a, b, p.k), check, "triton")

@@ -7,14 +7,15 @@ Quantizing the operands is not timed; converting an operand to K-major is.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Report, Row, UnavailableError, check_product, fill_rates
+from qtrain.bench.case import Bench, Case, Row, UnavailableError, check_product, fill_rates
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, Hardware, compute_capability
+from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, compute_capability
 from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.operators import quantize
 
@@ -76,23 +77,21 @@ def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Cal
     return add
 
 
-def matmul_table(
-    problems: dict[str, Problem], rows: Sequence[Row[Problem]], budget_ms: float, hardware: Hardware, report: Report
-) -> Table:
+def matmul_table(problems: dict[str, Problem], rows: Sequence[Row[Problem]], bench: Bench) -> Table:
     """TFLOP/s of every row on every problem, and the device's peaks."""
     first = next(iter(problems.values()))
     a, b = "Aᵀ" if first.a_column_major else "A", "B" if first.b_column_major else "Bᵀ"
     table = Table(f"Matrix products {a}·{b}, M x N x K", "TFLOP/s; TOPS for integers", list(problems))
-    if first.device.type == "cpu":
+    if bench.device.type == "cpu":
         table.notes.append(
             "On a CPU, Triton's rows run their PyTorch references, and cuBLAS's rows PyTorch's own products."
         )
-    fill_rates(table, problems, rows, budget_ms, hardware, report)
+    fill_rates(table, problems, rows, bench)
     # A row for each peak that bounds a row above, so that shares can be read off the table.
-    source = "measured" if hardware.measured else "datasheet, dense"
-    for arithmetic in sorted({r.arithmetic for r in rows} & hardware.peaks.keys()):
+    source, peaks = "measured" if bench.hardware.measured else "datasheet, dense", bench.hardware.peaks
+    for arithmetic in sorted({r.arithmetic for r in rows} & peaks.keys()):
         for column in problems:
-            table.put(f"peak {arithmetic.upper()} ({source})", column, Cell(hardware.peaks[arithmetic]))
+            table.put(f"peak {arithmetic.upper()} ({source})", column, Cell(peaks[arithmetic]))
     return table
 
 
@@ -102,42 +101,32 @@ cores, which keep about 13 bits below the largest product."""
 K_MAJOR_ONLY = "cuBLAS takes FP8 operands K-major only"
 
 
-class CodedOperand(NamedTuple):
-    """Codes, laid out as the problem says, with their scale. values: what they encode, fp64."""
+class CodedPair(NamedTuple):
+    """Codes of A [M, K] and B [N, K], laid out as the problem says, their scales, and what they encode, fp64."""
 
-    codes: Tensor
-    scale: Tensor
-    values: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class CodedPair:
-    """A [M, K] and B [N, K]."""
-
-    a: CodedOperand
-    b: CodedOperand
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    values_a: Callable[[], Tensor]
+    values_b: Callable[[], Tensor]
 
     def case(self, run: Callable[..., Tensor], accumulation: float, family: str | None = None) -> Case:
         """run(codes of A, codes of B, scale of A, scale of B), checked against the product of the values."""
-        inputs = (self.a.codes, self.b.codes, self.a.scale, self.b.scale)
-        return Case(inputs, run, check_product(self.a.values, self.b.values, accumulation), family)
+        return Case(self[:4], run, check_product(self.values_a, self.values_b, accumulation), family)
 
 
 def coded_pair(p: Problem, fmt: str, granularity_a: str, granularity_b: str) -> CodedPair:
     """Random operands in a format, each at its granularity."""
     if fmt == "e4m3":
         need_capability("FP8", FP8_CAPABILITY, p.device)
-    granularities = granularity_a, granularity_b
-    # codes and scale of A [M, K] and of B [N, K]; the layout is changed afterwards, and is not timed
-    pairs = [quantize(x, fmt, granularity) for x, granularity in zip(p.normal(), granularities, strict=True)]
-    stored = p.stored(*(codes for codes, _ in pairs))
-    return CodedPair(
-        *(
-            # Values come from the K-major codes: the check does not depend on the layout that it checks.
-            CodedOperand(layout, scale, lambda c=codes, s=scale, g=granularity: encoded(c, s, fmt, g, p.k))
-            for layout, (codes, scale), granularity in zip(stored, pairs, granularities, strict=True)
-        )
-    )
+    x, w = p.normal()
+    (a, scale_a), (b, scale_b) = quantize(x, fmt, granularity_a), quantize(w, fmt, granularity_b)
+    # Values come from the K-major codes: the check does not depend on the layout that it checks.
+    values_a = partial(encoded, a, scale_a, fmt, granularity_a, p.k)
+    values_b = partial(encoded, b, scale_b, fmt, granularity_b, p.k)
+    # The layout is changed afterwards, and is not timed.
+    return CodedPair(*p.stored(a, b), scale_a, scale_b, values_a, values_b)
 
 
 def encoded(codes: Tensor, scale: Tensor, fmt: str, granularity: str, k: int) -> Tensor:

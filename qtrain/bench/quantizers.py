@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
+from qtrain.bench.case import Bench, Case, Check, UnavailableError, WrongResultError
 from qtrain.bench.loss_codes import loss_case
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
-from qtrain.core.hardware import Hardware
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.numerics.formats import FORMATS, dequantize, expand_scale
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
@@ -156,27 +155,18 @@ QUANTIZER_ROWS = [
 ]
 
 
-def quantizer_table(
-    shapes: Sequence[tuple[int, int]],
-    rows: Sequence[QuantizerRow],
-    device: torch.device,
-    budget_ms: float,
-    hardware: Hardware,
-    report: Report,
-) -> Table:
+def quantizer_table(shapes: Sequence[tuple[int, int]], rows: Sequence[QuantizerRow], bench: Bench) -> Table:
     """TB/s of every row on every shape [M, K], and its percentage of the copy bandwidth."""
-    copy, data = copy_bandwidth(device), hardware.peaks.get("bandwidth")
+    copy, data = copy_bandwidth(bench.device), bench.hardware.peaks.get("bandwidth")
     columns = [f"{m}x{k}" for m, k in shapes]
-    datasheet = f" (datasheet {three_digits(data)})" if data and not hardware.measured else ""
+    datasheet = f" (datasheet {three_digits(data)})" if data and not bench.hardware.measured else ""
     note = (
         f"Copy bandwidth {three_digits(copy)} TB/s{datasheet}; bf16 in; bytes: the input once, codes and scales once."
     )
     table = Table("Quantizers, M x K", "TB/s (share of the copy bandwidth)", columns, [note])
     for row in rows:
         for shape, column in zip(shapes, columns, strict=True):
-            cell = examine(partial(row.prepare, shape, device), device, _show(copy), budget_ms)
-            table.put(row.name, column, cell)
-            report(f"{row.name}, {column}", cell)
+            bench.fill(table, row.name, column, partial(row.prepare, shape, bench.device), _show(copy))
     return table
 
 

@@ -6,12 +6,13 @@ kernel that writes both layouts of codes is one. Peaks are reached to the fracti
 assumes, which it models: one micro-batch, no fusion with what comes before, no recomputation, no collectives.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
 
+from qtrain.bench.case import Bench
 from qtrain.bench.tables import Cell, Table
 from qtrain.core.hardware import Hardware
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
@@ -92,14 +93,9 @@ def _moved(size: float, hardware: Hardware) -> float:
 
 
 def roofline_table(
-    shapes: Mapping[str, tuple[int, int, int]],
-    schemes: Mapping[str, Scheme],
-    gpu: Hardware,
-    *,
-    hardware: Hardware,
-    report: Callable[[str, Cell], None],
+    shapes: Mapping[str, tuple[int, int, int]], schemes: Mapping[str, Scheme], gpu: Hardware, bench: Bench
 ) -> Table:
-    """The speedup over bf16 of each scheme (M, N, K) by shape. hardware: of this machine, on which nothing runs."""
+    """The speedup over bf16 of each scheme (M, N, K) by shape. bench: of this machine, on which nothing runs."""
     notes = [
         f"Computed: {GEMM_REACHED:.0%} of dense peaks, {BANDWIDTH_REACHED:.0%} of {gpu.memory_bandwidth / 1e12:.3g} "
         "TB/s; forward and backward of one micro-batch, its weight quantized once.",

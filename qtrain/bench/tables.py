@@ -113,6 +113,11 @@ def check_json(path: Path) -> None:
     """UserError for a path that no file can be written to, before an hour of measurements."""
     if path.suffix == ".csv":
         raise UserError(f"--json: {path} would be overwritten by the CSV that is written beside it; name a .json file.")
+    check_place(path)
+
+
+def check_place(path: Path) -> None:
+    """UserError where the file of --json cannot be written."""
     # The nearest folder that exists decides whether the file can be written below it.
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if path.is_dir() or (existing != path.absolute() and not existing.is_dir()):

@@ -5,6 +5,7 @@ Python is not included, as in a CUDA graph. On a CPU each call is timed by the w
 """
 
 import contextlib
+import itertools
 import statistics
 import subprocess
 import threading
@@ -43,56 +44,44 @@ def measure(
     run: Callable[..., object], inputs: Sequence[Tensor], device: torch.device, budget_ms: float = 150.0
 ) -> Timing:
     """Time run(*inputs) after one warm-up call, for about `budget_ms` and at least five batches."""
-    sets = rotated(inputs, device)
-    calls = _Calls(run, sets)
-    calls.issue(1)
-    if device.type == "cpu":
-        return _measure_cpu(calls, budget_ms)
-    return _measure_gpu(calls, budget_ms)
+    sets = itertools.cycle(rotated(inputs, device))
+
+    def issue(count: int) -> None:
+        for own in itertools.islice(sets, count):
+            run(*own)
+
+    issue(1)
+    return (_measure_cpu if device.type == "cpu" else _measure_gpu)(issue, budget_ms)
 
 
-@dataclass
-class _Calls:
-    """Calls over the sets of inputs, in rotation."""
-
-    run: Callable[..., object]
-    sets: list[tuple[Tensor, ...]]
-    issued: int = 0
-
-    def issue(self, count: int) -> None:
-        for _ in range(count):
-            self.run(*self.sets[self.issued % len(self.sets)])
-            self.issued += 1
-
-
-def _measure_cpu(calls: _Calls, budget_ms: float) -> Timing:
+def _measure_cpu(issue: Callable[[int], None], budget_ms: float) -> Timing:
     times, end = [], time.perf_counter() + budget_ms / 1000
     while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
         start = time.perf_counter()
-        calls.issue(1)
+        issue(1)
         times.append(1000 * (time.perf_counter() - start))
     return _timing(times, 1)
 
 
-def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
+def _measure_gpu(issue: Callable[[int], None], budget_ms: float) -> Timing:
     # Two measurements of five calls: how long Python needs to issue them, and about how long they run.
     torch.cuda.synchronize()
-    issue_s, first = _gpu_batch(calls, 5, 0.0)
+    issue_s, first = _gpu_batch(issue, 5, 0.0)
     count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; the launch queue holds about 1,000
     wait_s = 3 * count * issue_s / 5  # the CPU may be busy with other programs
-    _gpu_batch(calls, count, wait_s)  # raises the clocks
+    _gpu_batch(issue, count, wait_s)  # raises the clocks
     repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))  # quartiles need a few
-    return _timing([_gpu_batch(calls, count, wait_s)[1] / count for _ in range(repeats)], count)
+    return _timing([_gpu_batch(issue, count, wait_s)[1] / count for _ in range(repeats)], count)
 
 
-def _gpu_batch(calls: _Calls, count: int, wait_s: float) -> tuple[float, float]:
+def _gpu_batch(issue: Callable[[int], None], count: int, wait_s: float) -> tuple[float, float]:
     """Issue `count` calls while the GPU waits; returns (seconds to issue them, milliseconds that they ran)."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # The stream is held until all calls are queued, so that gaps between launches are not timed.
     torch.cuda._sleep(int(wait_s * GPU_CYCLES_PER_S))
     start.record()
     began = time.perf_counter()
-    calls.issue(count)
+    issue(count)
     issue_s = time.perf_counter() - began
     end.record()
     end.synchronize()

@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
-from qtrain.core.process import LAUNCHER, RESTART_CODE, RESTART_FILE
+from qtrain.core.process import GROUP_SIGNALS, LAUNCHER, RESTART_CODE, RESTART_FILE
 
 GRACE_SECONDS = 30
 """How long a process that was asked to end may take, before it is killed."""
-FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
 def count_gpus(gpus: int | Literal["all"], device: str) -> int:
@@ -95,7 +94,7 @@ def _run_once(count: int, command: Sequence[str], restart_file: Path) -> int:
     processes = [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
     ]
-    for number in FORWARDED:  # a Ctrl-C reaches the processes from the terminal, which is the same press to them
+    for number in GROUP_SIGNALS:  # a Ctrl-C reaches the processes from the terminal, which is the same press to them
         signal.signal(number, lambda signum, _: _send(processes, signum))
     while True:
         codes = [process.poll() for process in processes]

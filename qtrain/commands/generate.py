@@ -108,7 +108,7 @@ def generate(settings: GenerateSettings) -> None:
     from qtrain.train.generate.chat import Chat
     from qtrain.train.generate.prompts import PromptReader, chat_renderer
     from qtrain.train.generate.source import Quantization, TextModel
-    from qtrain.train.generate.writing import Output, Totals, Writer
+    from qtrain.train.generate.writing import Output, Totals, write_texts
     from qtrain.train.settings.machine import choose_device
 
     # ---- the model, and every prompt as it reads it ------------------------------------------------------------------
@@ -161,9 +161,9 @@ def generate(settings: GenerateSettings) -> None:
         if settings.chat:
             Chat(model, reader, decoding, stops).run(totals)
         else:
-            writer = Writer(model, tokenizer, decoding, stops, settings.samples, settings.batch_size)
             records = None if settings.json is None else user_path(settings.json, "--json")
-            writer.run(prompts, Output(_names(given, settings.samples), records), totals)
+            output, how = Output(_names(given, settings.samples), records), (settings.samples, settings.batch_size)
+            write_texts(model, tokenizer, decoding, stops, prompts, output, totals, *how)
     print(totals.line(), file=sys.stderr)
 
 
@@ -184,10 +184,11 @@ def _given(settings: GenerateSettings) -> "list[Given]":
             raise UserError(f"--{name}: --chat has one text at a time, on the screen; leave one of the two out.")
     if settings.chat and not _is_terminal():
         raise UserError("--chat: stdin is no terminal; give --prompts FILE with conversations instead.")
-    from qtrain.train.generate.prompts import Given, check_output, read_prompts
+    from qtrain.bench.tables import check_place
+    from qtrain.train.generate.prompts import Given, read_prompts
 
     if settings.json is not None:
-        check_output(user_path(settings.json, "--json"))
+        check_place(user_path(settings.json, "--json"))
     if settings.prompts is not None:
         given = read_prompts(settings.prompts, "--prompts")
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrain.core.errors import UserError
-from qtrain.pairs.results import RunResult, make_pairs, title_of
+from qtrain.pairs.results import RunResult, grouped, make_pairs, title_of
 from qtrain.train.log.report.compare import ComparedRun, compare_page
 from qtrain.train.log.report.records import Curve
 from qtrain.train.log.report.write import write_page
@@ -15,11 +15,8 @@ from qtrain.train.log.report.write import write_page
 def write_pages(runs: Sequence[RunResult], reference: str, path: Path) -> list[Path]:
     """Write a comparison with the reference for each recipe and data that have pairs: `path` with the ending .html, the
     second one -2.html, ... UserError where one cannot be written."""
-    on_same_data: dict[tuple[str, str], list[RunResult]] = {}
-    for run in runs:
-        on_same_data.setdefault((run.recipe_key, run.data), []).append(run)
     written: list[Path] = []
-    for found in on_same_data.values():
+    for found in grouped(runs, lambda run: (run.recipe_key, run.data)).values():
         if not make_pairs(found, reference):
             continue
         number = f"-{len(written) + 1}" if written else ""

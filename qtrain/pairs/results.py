@@ -9,16 +9,18 @@ differ. Runs of other recipes are other tables; runs without a partner on the sa
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qtrain.bench.tables import Cell, Table
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.errors import UserError
 from qtrain.data.files import text_files
 from qtrain.data.text.shards import find_shards
+
+T = TypeVar("T")
 
 NOT_LEARNING = (
     "train_ds", "eval_ds", "seed", "run_name", "runs_dir", "ckpt_interval", "keep_ckpts", "async_checkpoint", "export",
@@ -88,12 +90,6 @@ class Pair:
 
     run: RunResult
     reference: RunResult
-
-    @property
-    def differences(self) -> dict[int, float]:
-        """Nats over the reference, by step."""
-        other = self.reference.losses
-        return {step: loss - other[step] for step, loss in self.run.losses.items() if step in other}
 
     @property
     def end(self) -> float:
@@ -185,11 +181,12 @@ def _parsed(line: str, where: str) -> RunResult:
     return run
 
 
-def check_variants(runs: Iterable[RunResult], flag: str) -> None:
-    """UserError where one name means different settings in runs of one recipe."""
-    known: dict[tuple[str, str], RunResult] = {}
+def check_variants(runs: Iterable[Any], flag: str) -> None:
+    """UserError where one name means different settings in runs of one recipe. runs: finished ones, `RunResult`, or
+    those to be made, `PairedRun`."""
+    known: dict[tuple[str, str], Any] = {}
     for run in runs:
-        other = known.setdefault((run.recipe_key, run.variant), run)  # the first of that name
+        other = known.setdefault((run.key[0], run.variant), run)  # the first of that name
         if other.overrides != run.overrides:
             raise UserError(
                 f"{flag}: {run.variant!r} of seed {run.seed} is {json.dumps(run.overrides)}, and of seed {other.seed} "
@@ -209,17 +206,11 @@ def make_pairs(runs: Iterable[RunResult], reference: str) -> list[Pair]:
     ]
 
 
-def by_variant(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
-    found: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        found.setdefault(pair.run.variant, []).append(pair)
-    return found
-
-
-def by_recipe(runs: Iterable[RunResult]) -> dict[str, list[RunResult]]:
-    found: dict[str, list[RunResult]] = {}
-    for run in runs:
-        found.setdefault(run.recipe_key, []).append(run)
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """The items by their keys, in the order of the first of each."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 
@@ -233,10 +224,11 @@ def title_of(run: RunResult) -> str:
 def make_tables(runs: Sequence[RunResult], reference: str, failures: Mapping[str, str] | None = None) -> list[Table]:
     """For each recipe the mean difference of each variant, and every run. failures: reasons by 'VARIANT, seed N'."""
     tables = []
-    for recipe_runs in by_recipe(runs).values():
+    for recipe_runs in grouped(runs, lambda run: run.recipe_key).values():
         pairs, title = make_pairs(recipe_runs, reference), title_of(recipe_runs[0])
         if pairs:
-            tables.append(_differences(by_variant(pairs), f"Validation loss over {reference}: {title}"))
+            by_variant = grouped(pairs, lambda pair: pair.run.variant)
+            tables.append(_differences(by_variant, f"Validation loss over {reference}: {title}"))
         tables.append(_every_run(recipe_runs, pairs, reference, f"Every run: {title}"))
     for row, reason in (failures or {}).items():
         if not tables:

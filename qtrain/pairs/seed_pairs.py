@@ -35,7 +35,7 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
 from qtrain.pairs.pages import write_pages
-from qtrain.pairs.results import RunResult, data_fingerprint, make_tables, read_results
+from qtrain.pairs.results import RunResult, check_variants, data_fingerprint, make_tables, read_results
 from qtrain.pairs.runs import PairedRun, Progress, train_all
 from qtrain.quant import SCHEMES
 from qtrain.scripts.llm_pretrain import PretrainSettings
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
     if reference not in (names := {run.variant for run in [*runs, *known]}):
         raise unknown_name("--reference", "variant", reference, names)
     device = describe_hardware(choose_device("auto")).name
-    check_same_variants(runs, known)
+    check_variants([*known, *runs], "--schemes, --results_dir")
     finished = {run.key for run in known}
     # Runs that this folder holds finished, but whose result is not written yet, are not repeated.
     todo = [run for run in runs if run.key not in finished and run.result(device) is None]
@@ -224,17 +224,6 @@ def parse_seeds(text: str) -> list[int]:
     if not words or not all(re.fullmatch(r"\d{1,9}", word) for word in words) or len(set(words)) < len(words):
         raise UserError(f"--seeds: {text!r} is not a list of seeds; write different whole numbers as in 1,2,3.")
     return [int(word) for word in words]
-
-
-def check_same_variants(runs: Sequence[PairedRun], known: Sequence[RunResult]) -> None:
-    """UserError where a variant of this command has other settings than in the results."""
-    for result in known:
-        for run in runs:
-            if (run.key[0], run.variant) == (result.recipe_key, result.variant) and run.overrides != result.overrides:
-                raise UserError(
-                    f"--schemes: {run.variant} is {json.dumps(run.overrides)} here, and {json.dumps(result.overrides)} "
-                    "in the results; give it another name, or another --results_dir."
-                )
 
 
 def check_recipes(runs: Sequence[PairedRun]) -> None:

@@ -143,16 +143,18 @@ def divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
+def _check_divides(flag: str, size: int, world: int, what: str = "", or_else: str = "") -> None:
+    """UserError where a degree does not divide `world` ranks. what: these are, if they are not all of the run."""
+    if world % size:
+        what = what or f"{world} process{'es' * (world > 1)} of the run"
+        raise UserError(f"{flag}: {size} does not divide the {what}; allowed: {divisors(world)}{or_else}.")
+
+
 def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
     """(replicate, shard) of --dp_replicate and --dp_shard, 0: what the other one and --tp leave of the world. Raises
     UserError."""
     for flag, size in (("--tp", tp), ("--dp_replicate", dp_replicate), ("--dp_shard", dp_shard)):
-        if size and world % size:
-            auto = "" if flag == "--tp" else ", or 0 for automatic"
-            raise UserError(
-                f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
-                f"allowed: {divisors(world)}{auto}."
-            )
+        _check_divides(flag, size or 1, world, or_else="" if flag == "--tp" else ", or 0 for automatic")
     data = world // tp  # ranks that read data of their own
     given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
     product = (dp_replicate or 1) * (dp_shard or 1)
@@ -170,9 +172,8 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     """(replicate, shard) of the ranks that hold the same experts, where each group of `ep` neighbors among
     replicate x shard ranks holds all of them. UserError where groups cross the borders of shard groups."""
     world = replicate * shard
-    if world % ep:
-        readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
-        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {divisors(world)}.")
+    readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
+    _check_divides("--ep", ep, world, readers)
     # A group of ranks with all experts lies inside a shard group, or consists of whole ones.
     if shard % ep and ep % shard:
         raise UserError(
@@ -184,12 +185,7 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
 
 def check_readers(replicate: int, shard: int, cp: int) -> None:
     """UserError where groups of --cp `cp` neighbors do not make up replicate x shard ranks."""
-    world = replicate * shard
-    if world % cp:
-        raise UserError(
-            f"--cp: {cp} does not divide the {world} process{'es' * (world > 1)} of the run; allowed: "
-            f"{divisors(world)}."
-        )
+    _check_divides("--cp", cp, replicate * shard)
 
 
 def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1, cp: int = 1) -> Mesh:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -66,6 +66,8 @@ from qtrain.train.step.step import (
 )
 
 log = logging.getLogger("qtrain")
+
+T = TypeVar("T")
 
 SAVE_ENDED = 1000
 """Sentinel above all signal numbers: in a step's all-reduce of stop signals it says that a checkpoint written in the
@@ -429,26 +431,27 @@ class Training:
             if self.run.settings.async_checkpoint and not wait:
                 self.run.begin_save()
                 return
-            try:
-                path = self.run.save()
-            except TrainingStopped:
-                if not self._recover_folder():
-                    raise
-                return
-        log.info("step %d: checkpoint %s", self.run.state.step, path)
+            path = self._unless_gone(self.run.save)
+        if path is not None:
+            log.info("step %d: checkpoint %s", self.run.state.step, path)
 
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and log it."""
         if not self.run.background.under_way:
             return
         with self.throughput.pause():
-            try:
-                written = self.run.background.finish()
-            except TrainingStopped:
-                if not self._recover_folder():
-                    raise
-                return
-        log.info("%s", written.describe(self.run.state.step))
+            written = self._unless_gone(self.run.background.finish)
+        if written is not None:
+            log.info("%s", written.describe(self.run.state.step))
+
+    def _unless_gone(self, write: Callable[[], T]) -> T | None:
+        """What `write` returns; None where it fails as the run folder is gone, and the run goes on in a new one."""
+        try:
+            return write()
+        except TrainingStopped:
+            if not self._recover_folder():
+                raise
+            return None
 
     def _settle_save(self) -> None:
         """As training fails: wait for the checkpoint that is being written. A failure of it is no more than a line."""

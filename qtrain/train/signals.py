@@ -12,10 +12,8 @@ import time
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name)
-)
-"""Those that the platform has: Windows lacks SIGHUP and SIGUSR1."""
+from qtrain.core.process import GROUP_SIGNALS
+
 SAME_PRESS_SECONDS = 0.5
 TIME_UP, TIME_UP_NUMBER = "--max_hours", 100
 """What stops a run whose time is up, in place of a signal's name and number."""
@@ -46,7 +44,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         hang_up = getattr(signal, "SIGHUP", None)
         # nohup has SIGHUP ignored: it stays so.
-        for number in STOP_SIGNALS:
+        for number in GROUP_SIGNALS:
             if number != hang_up or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -84,7 +82,9 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            self._handle_in_child(number)
+            # A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish.
+            if number == signal.SIGTERM:
+                _die(number)
             return
         now = time.monotonic()
         if number == signal.SIGINT and self._first_interrupt is not None:
@@ -100,11 +100,6 @@ class StopSignals:
             text = f"\n{self._received}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, text.encode())
-
-    def _handle_in_child(self, number: int) -> None:
-        """A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish."""
-        if number == signal.SIGTERM:
-            _die(number)
 
 
 def _die(number: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.bench import conv2d
-from qtrain.bench.case import WrongResultError
+from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.conv2d import COLUMNS, GEMMS, LAYERS, coded_case, conv2d_table, layer_case, network, plain_case
 from qtrain.core.hardware import describe_hardware
 
@@ -37,7 +37,7 @@ def test_sums_count_each_convolution_as_often_as_it_occurs(monkeypatch):
     monkeypatch.setattr(conv2d, "COLUMNS", [column for column in COLUMNS if column.startswith("output")])
     failing = lambda p, gemm, arithmetic: 1 / (arithmetic == "INT8")  # noqa: E731
     monkeypatch.setattr(conv2d, "coded_case", lambda *a: failing(*a) and coded_case(*a))
-    table = conv2d_table(CPU, 1.0, describe_hardware(CPU), lambda what, cell: None)
+    table = conv2d_table(Bench(CPU, describe_hardware(CPU), 1.0, lambda what, cell: None))
     *rows, sums = table.rows.values()
     for column in ("output bf16", "output INT8"):
         assert sums[column].value == pytest.approx(rows[0][column].value + 2 * rows[1][column].value)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.bench.case import WrongResultError
+from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.experts import SHAPES, ExpertsProblem, ExpertsShape, experts_case, experts_table, roofline_ms
 from qtrain.core.hardware import Hardware
 from qtrain.quant import SCHEMES
@@ -15,7 +15,7 @@ NAMES = ("bf16", "int8", "fp8_tensorwise", "fp8_blockwise", "bitnet")
 
 def test_every_scheme_runs_or_says_why():
     schemes = {name: SCHEMES.make(name, {}, "") for name in NAMES}
-    table = experts_table(SHAPES["cpu"], schemes, CPU, 1.0, HARDWARE, lambda what, cell: None)
+    table = experts_table(SHAPES["cpu"], schemes, Bench(CPU, HARDWARE, 1.0, lambda what, cell: None))
     cells = {name: cells["4 experts"] for name, cells in table.rows.items()}
     assert next(iter(cells)) == "bf16" and all(cells[name].value > 0 for name in NAMES[:4])
     assert cells["int8"].details["over_bf16"] == pytest.approx(cells["bf16"].value / cells["int8"].value)
@@ -51,5 +51,5 @@ def test_the_roofline_by_hand():
 def test_every_scheme_on_gpu():
     schemes = {name: SCHEMES.make(name, {}, "") for name in NAMES[:4]}
     shapes = {"small": ExpertsShape(8, 2, 512, 256, 1024)}
-    table = experts_table(shapes, schemes, torch.device("cuda", 0), 5.0, HARDWARE, lambda what, cell: None)
+    table = experts_table(shapes, schemes, Bench(torch.device("cuda", 0), HARDWARE, 5.0, lambda what, cell: None))
     assert all(table.rows[name]["small"].reason is None for name in NAMES[:4]), table.markdown()

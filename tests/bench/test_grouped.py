@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.bench import grouped as module
-from qtrain.bench.case import WrongResultError
+from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.grouped import GROUPED_ROWS, ROLES, GroupedProblem, grouped_table
 from qtrain.core.hardware import Hardware
 
@@ -14,7 +14,7 @@ TABLE = Hardware("a device", {"bf16": 2.0}, None, measured=False)
 
 def test_every_row_runs_or_says_why():
     problem = GroupedProblem(3, 300, 128, 256, CPU)
-    table = grouped_table({"it": problem}, GROUPED_ROWS, 1.0, TABLE, lambda what, cell: None)
+    table = grouped_table({"it": problem}, GROUPED_ROWS, Bench(CPU, TABLE, 1.0, lambda what, cell: None))
     for row in GROUPED_ROWS:
         cell = table.rows[row.name]["it"]
         if "FP8 PyTorch" in row.name:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.bench.case import WrongResultError
+from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.linears import LinearProblem, linear_case, linear_table
 from qtrain.core.hardware import Hardware
 from qtrain.quant import SCHEMES
@@ -16,7 +16,7 @@ NAMES = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
 
 def filled(schemes, device=CPU, tokens=128, shape=(96, 128)):
     schemes = {name: SCHEMES.make(name, {}, "") for name in schemes}
-    return linear_table({"it": shape}, tokens, schemes, device, 1.0, HARDWARE, lambda what, cell: None)
+    return linear_table({"it": shape}, tokens, schemes, Bench(device, HARDWARE, 1.0, lambda what, cell: None))
 
 
 def test_every_scheme_runs():

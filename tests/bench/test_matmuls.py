@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.bench import matmul_rows
-from qtrain.bench.case import WrongResultError, check_product, examine, implementation
+from qtrain.bench.case import Bench, WrongResultError, check_product, implementation
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.tables import Cell
@@ -19,7 +19,7 @@ TABLE = Hardware("a device", {"bf16": 2.0, "int8": 4.0}, None, measured=False)
 def filled(problem: Problem, rows=ROWS):
     told = []
     report = lambda what, cell: told.append(what)  # noqa: E731
-    table = matmul_table({"it": problem}, rows, 1.0, TABLE, report)
+    table = matmul_table({"it": problem}, rows, Bench(CPU, TABLE, 1.0, report))
     assert len(told) == len(rows)
     return table
 
@@ -80,7 +80,7 @@ def test_a_row_that_fails_is_a_reason():
     def prepare():
         raise RuntimeError("no such kernel\nand more")
 
-    cell = examine(prepare, CPU, lambda case, ms: Cell(1.0), 1.0)
+    cell = Bench(CPU, TABLE, 1.0, lambda what, cell: None).examine(prepare, lambda case, ms: Cell(1.0))
     assert cell.reason == "RuntimeError: no such kernel"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.bench import quantizers
-from qtrain.bench.case import WrongResultError
+from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.quantizers import QUANTIZER_ROWS, QUANTIZERS, check_quantized, quantizer_case, quantizer_table
 from qtrain.core.hardware import Hardware
 
@@ -18,7 +18,7 @@ def quick_copy(monkeypatch):
 
 def filled(shape, rows, device=CPU):
     hardware = Hardware("a device", {"bf16": 1.0, "bandwidth": 2.0}, None, measured=False)
-    return quantizer_table([shape], rows, device, 1.0, hardware, lambda what, cell: None)
+    return quantizer_table([shape], rows, Bench(device, hardware, 1.0, lambda what, cell: None))
 
 
 def test_every_quantizer_runs():

@@ -12,7 +12,7 @@ from qtrain.models.cost.trained import only_adapters
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.lazy import plain_tensors
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.models.families import source_of
 from tests.peak_bytes import PeakBytes
@@ -62,7 +62,7 @@ def test_a_build_takes_the_model_and_one_matrix(scheme, base, pretrained, source
     checked = checked_of(LanguageSettings(**options), None if base == "none" else base_scheme(base, scheme))
     config = sources[False].model_config()
     trained = None if base == "none" else only_adapters(config, Lora(r=1, base=base))
-    planned = sum(language_memory(checked, config, linears_of(checked, config), trained).build.values())
+    planned = sum(LanguageRun(checked, config, linears_of(checked, config), trained).memory().build.values())
     with PeakBytes() as counted:
         model = built(sources[pretrained], scheme, base, lazy=True, pretrained=pretrained)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(model).values()}

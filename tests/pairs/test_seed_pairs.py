@@ -254,5 +254,5 @@ def test_runs_of_other_settings_are_not_mixed(trained):
     assert len(trained) == 4 and len({Path(run[1]).stem for run in trained}) == 4
     assert results()["head"]["pairs"]["value"] == 1 and len([row for row in results() if "seed" in row]) == 2
     Path("variants.json").write_text('{"head": {"quantize": "int4", "quantize_lm_head": true}}')
-    with pytest.raises(UserError, match=r"--schemes: head is .*int4.* here, and .*int8.* in the results"):
+    with pytest.raises(UserError, match=r"--schemes, --results_dir: 'head' .*int4.*, and of seed 1 .*int8"):
         main(arguments)

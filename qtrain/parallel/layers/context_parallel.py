@@ -16,8 +16,9 @@ Where there are fewer key-value heads than ranks, each is sent to all ranks that
     Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,36 +132,27 @@ def to_tokens(y: Tensor, group: RankGroup) -> Tensor:
     return received.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-def _over_all_keys(
-    over_keys: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo, group: RankGroup
-) -> Tensor:
-    """over_keys: that of one process."""
-    if not info.sharded:
-        return over_keys(q, k, v, info)
-    return to_tokens(over_keys(*to_heads((q, k, v), group), info), group)
-
-
-class CPAttention(Attention):
+class _OverAllKeys(nn.Module):
     """Attention from this rank's tokens to all of the sequence; where the sequence is not shared, that of one
     process."""
 
-    def __init__(self, attention: Attention, group: RankGroup):
+    def __init__(self, attention: nn.Module, group: RankGroup):
         become(self, attention)
         self.group = group
 
     def over_keys(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
-        return _over_all_keys(super().over_keys, q, k, v, info, self.group)
+        of_one: Any = super().over_keys  # that of the other base
+        if not info.sharded:
+            return of_one(q, k, v, info)
+        return to_tokens(of_one(*to_heads((q, k, v), self.group), info), self.group)
 
 
-class CPLatentAttention(MultiHeadLatentAttention):
-    """The same of latent attention."""
+class CPAttention(_OverAllKeys, Attention):
+    """Attention with queries, keys and values of heads."""
 
-    def __init__(self, attention: MultiHeadLatentAttention, group: RankGroup):
-        become(self, attention)
-        self.group = group
 
-    def over_keys(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
-        return _over_all_keys(super().over_keys, q, k, v, info, self.group)
+class CPLatentAttention(_OverAllKeys, MultiHeadLatentAttention):
+    """Latent attention."""
 
 
 class CPMoE(MoE):

@@ -154,11 +154,6 @@ class ModelParallel:
         """The sizes of one rank's layers; of experts those of all."""
         return self.config if self.experts_only else local_config(self.config, self.group.ranks, 1)
 
-    @property
-    def ranks_per_expert(self) -> int:
-        """The ranks that read micro-batches of their own, all of which an expert computes."""
-        return self.group.ranks if self.experts_only else 1
-
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """The plan's lines on what ranks send each other within layers."""
         if self.experts_only:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
@@ -28,7 +29,7 @@ from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
-from qtrain.quant import LowBitLinear, QuantizedModel, Scheme
+from qtrain.quant import QuantizedModel, Scheme
 from qtrain.quant.choices import shared_weights
 from qtrain.tensors.lazy import materialize
 
@@ -140,7 +141,7 @@ class DataParallel:
         self._host = HostGradients(groups, self._device) if host_weights else None
         self.after_unit: Callable[[int], None] = self.reduce_group
         """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
-        self._weights = ModelWeights(
+        self.weights = ModelWeights(
             model,
             quantized,
             self.parameters,
@@ -152,8 +153,9 @@ class DataParallel:
         )
 
     @property
-    def _full_shard(self) -> FullShard | None:
-        return self._weights.full_shard
+    def full_shard(self) -> FullShard | MaybeNone:
+        """The blocks whose weights exist in full only while they run; None without full sharding."""
+        return self.weights.full_shard
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class DataParallel:
     @property
     def reshards(self) -> bool:
         """Whether layers exist in full only while they run."""
-        return self._full_shard is not None
+        return self.full_shard is not None
 
     @property
     def adds_in_backward(self) -> bool:
@@ -199,13 +201,13 @@ class DataParallel:
 
     def end_backward(self) -> None:
         """The last part of a micro-batch's forward and backward pass, which is recorded with it."""
-        if self._full_shard is not None:
-            self._full_shard.end_backward()
+        if self.full_shard is not None:
+            self.full_shard.end_backward()
 
     def abort_micro_batch(self) -> None:
         """A forward or backward pass has failed and will be run again."""
-        if self._full_shard is not None:
-            self._full_shard.free()
+        if self.full_shard is not None:
+            self.full_shard.free()
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -235,7 +237,7 @@ class DataParallel:
         if self.adds_locally and not last:
             return
         # All parameters are one group without full sharding; with it the units' gradients are added already.
-        self.reduce_group(0 if self._full_shard is None else self._full_shard.blocks)
+        self.reduce_group(0 if self.full_shard is None else self.full_shard.blocks)
         if last and self._reduction is not None:
             self._reduction.finish()
         if last and self._host is not None:
@@ -307,32 +309,18 @@ class DataParallel:
 
     def gather(self) -> None:
         """Copy the masters' values into the model."""
-        self._weights.gather()
-
-    def gather_units(self, indices: Iterable[int] | None = None) -> None:
-        """Gather the weights of these fully sharded units at once, None: of all, to be read."""
-        if self._full_shard is not None:
-            self._full_shard.gather(indices)
-
-    def whole_weight(self, linear: LowBitLinear) -> Tensor:
-        """The weight [N, K] of a linear that keeps codes only, in new memory; all data ranks call it."""
-        return self._weights.whole(linear.weight)
-
-    @property
-    def kept_codes(self) -> list[Tensor]:
-        """This rank's codes of fully sharded blocks, which are gathered when those run."""
-        return self._weights.kept_codes
+        self.weights.gather()
 
     def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         """`quant.reassign` between steps, on all ranks: weights and codes are gathered as of a run that begins with the
         new map."""
-        self._weights.reassign(model, schemes)
+        self.weights.reassign(model, schemes)
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # masters in host memory are read there
-        self._weights.restore()
+        self.weights.restore()
 
 
 def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:

@@ -177,7 +177,11 @@ class ModelWeights:
             weight.keeps = True
         masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
-        gather = functools.partial(self._gather_block, [*codes.values()], masters)
+
+        def gather() -> None:
+            gather_weights([*codes.values()], "codes")
+            gather_weights(masters)
+
         return ShardedBlock(
             unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
         )
@@ -192,10 +196,6 @@ class ModelWeights:
     def kept_codes(self) -> list[Tensor]:
         """This rank's codes that are gathered when blocks run."""
         return [tensor for weight in self._codes if weight.keeps for tensor in weight.own()]
-
-    def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
-        gather_weights(codes, "codes")
-        gather_weights(masters)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -232,7 +232,7 @@ class ModelWeights:
             linear.refresh(sharded.parameter)
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """The value of a parameter that is not in memory, in new memory."""
+        """The value of a parameter that is not in memory, in new memory; all data ranks call it."""
         found: list[Tensor] = []
         sharded = next(s for s in self._parameters + self._frozen if s.parameter is parameter)
         self._gather_masters([sharded], lambda _, tensors: found.extend(tensors))

@@ -91,7 +91,7 @@ class ShardedCodes:
         # 0 where this rank has no rows: the smallest absmax, which no maximum takes.
         found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
         for rows, covered in self._pieces():
-            if self._format.granularity == "tensorwise":
+            if self.spans_ranks:
                 found.copy_(tensor_statistic(rows, self._format, self.linear.known_amax))
             else:
                 found[covered] = amax_ref(rows, self._format.granularity)

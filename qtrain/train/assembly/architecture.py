@@ -51,8 +51,8 @@ class Architecture(ABC, Generic[M, S]):
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> M:
-        """The model on the device, with weights; if `lazy`, its matrices are. UserError for weights that are missing or
-        do not fit."""
+        """The model on the device, with weights; if `is_native`, its matrices are lazy. UserError for weights that are
+        missing or do not fit."""
 
     @abstractmethod
     def recompute(self, model: M, settings: S) -> None:
@@ -64,14 +64,9 @@ class Architecture(ABC, Generic[M, S]):
 
     @abstractmethod
     def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[LinearChoice],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
+        self, checked: CheckedSettings, linears: Sequence[LinearChoice], hardware: Hardware, trained: TrainedPart | None
     ) -> Plan:
-        """The plan of the run. data: lines that describe the data; trained: what trains, None: everything."""
+        """The plan of the run. trained: what trains, None: everything."""
 
     @property
     def linear_rows(self) -> Mapping[str, float] | None:
@@ -79,13 +74,9 @@ class Architecture(ABC, Generic[M, S]):
         return None
 
     @property
-    def reads_linears_only(self) -> bool:
-        """Whether the model calls its linears and never reads their weights itself."""
-        return False
-
-    @property
-    def lazy(self) -> bool:
-        """Whether `build` leaves the values of matrices to be made one by one (`tensors/lazy.py`)."""
+    def is_native(self) -> bool:
+        """Whether the model is qtrain's own decoder: it never reads weights of linears but through them, and `build`
+        leaves the values of matrices to be made one by one (`tensors/lazy.py`)."""
         return False
 
     def shared_linear(self, name: str) -> SharedLinear | None:

@@ -74,7 +74,7 @@ def assemble(
         prepared.mesh,
         lambda p: prepared.optimizer.needs_whole(id(p) in hidden),
         deterministic=settings.deterministic,
-        keep_full_weights=not architecture.reads_linears_only,
+        keep_full_weights=not architecture.is_native,
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
         units=architecture.units(model) if prepared.reshards else (),

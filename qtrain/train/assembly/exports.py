@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from qtrain.comm.ranks import rank
 from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
 from qtrain.core.hub import check_push, push_folder
@@ -30,9 +31,11 @@ from qtrain.quant import LinearChoice
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard, device_name
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.eval.lm_eval import run_lm_eval
 from qtrain.train.plan.phases import last_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
+from qtrain.train.step.step import export_weights
 
 log = logging.getLogger("qtrain")
 
@@ -107,6 +110,31 @@ def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer
         again = f"{command_line('-m qtrain export')} {folder} --format {name}"
         lines.append(f"codes       the dense export has none; with those that training multiplied with: {again}")
     return lines
+
+
+def export_run(
+    prepared: Prepared,
+    run: Run,
+    tokenizer: Tokenizer | None,
+    record: Callable[[Mapping[str, float]], None],
+    *,
+    original: Any = None,
+    finish: Callable[[], None] | None = None,
+) -> None:
+    """What --export, --lm_eval and --push_to_hub ask for at the end; all ranks call it. record: takes the results of
+    --lm_eval; original: is written in place of the run's model; finish: as `merge` of `export_weights`."""
+    settings = prepared.language
+    with export_weights(run, finish) as whole:
+        if whole is not None and settings.export:
+            for line in write_exports(prepared, run, original or whole, tokenizer):
+                log.info("%s", line)
+    if rank() != 0:
+        return
+    if settings.lm_eval:
+        record(run_lm_eval(settings.lm_eval, run.folder.path / "hf", prepared.device.type))
+    if settings.push_to_hub:
+        for line in push_exports(export_paths(run), settings.push_to_hub):
+            log.info("%s", line)
 
 
 def _keeping_format(prepared: Prepared) -> str | None:

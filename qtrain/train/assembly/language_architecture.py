@@ -108,7 +108,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         """The model that --model and --model_impl name, or this rank's part of it. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
-        config = _native_config(source, settings)
+        config: ModelConfig | MaybeNone = source.model_config() if settings.model_impl == "native" else None
         refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
         if settings.mlp_chunks and config.moe_layers:
@@ -144,11 +144,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         return None if sharing is None else sharing.shared_linear(name)
 
     @property
-    def reads_linears_only(self) -> bool:
-        return self.impl == "native"
-
-    @property
-    def lazy(self) -> bool:
+    def is_native(self) -> bool:
         return self.impl == "native"
 
     @property
@@ -245,7 +241,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         notes = [] if self.declared is None else [self._describe_codes(linears)]
         notes += [] if self.parts is None else self.parts.notes(linears)
         notes += [self.expert_rows] if self.expert_rows else []
-        if self.impl == "native":
+        if self.is_native:
             notes += _split_mlps(linears)
         if self.teacher is not None:
             options = self.teacher.options
@@ -269,7 +265,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         if self.config is None or self.config.moe is None:
             return None
         head, linears_by_key = self.head(self.empty), layer_linears(self.config)
-        ranks = 1 if self.parts is None else self.parts.ranks_per_expert
+        # An expert computes the micro-batches of all ranks of its group.
+        ranks = self.parts.group.ranks if self.parts is not None and self.parts.experts_only else 1
         shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in linears_by_key.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
@@ -285,19 +282,10 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         return next((positions for positions in named if isinstance(positions, int)), None)
 
     def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[LinearChoice],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
+        self, checked: CheckedSettings, linears: Sequence[LinearChoice], hardware: Hardware, trained: TrainedPart | None
     ) -> Plan:
         teacher = None if self.teacher is None else self.teacher.config
-        return plan_language_run(checked, self.config, linears, hardware, data, trained, teacher)
-
-
-def _native_config(source: ModelSource, settings: LanguageSettings) -> ModelConfig | MaybeNone:
-    return source.model_config() if settings.model_impl == "native" else None
+        return plan_language_run(checked, self.config, linears, hardware, trained, teacher)
 
 
 def _check_routers(settings: LanguageSettings, config: ModelConfig | MaybeNone) -> None:

@@ -111,7 +111,7 @@ class MeasuredModel:
 
     def describe(self, device: torch.device, dtype: str) -> str:
         """What `loaded` loads, in a line: whose weights, of which step, their dtype and scheme."""
-        scheme = "" if self.settings is None else self._scheme_text(self.settings)
+        scheme = self.scheme_text
         if self.checkpoint is not None:
             meta = read_meta(self.checkpoint)
             return f"checkpoint {self.checkpoint}, step {meta['state']['step']:,}, {meta.get('dtype', '')}, in {scheme}"
@@ -122,18 +122,22 @@ class MeasuredModel:
         step = max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=0)
         return f"export {self.exported} of the run {run.name}, step {step:,}, {kind}; trained in {scheme}"
 
-    @staticmethod
-    def _scheme_text(settings: LanguageSettings) -> str:
-        others = [name for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
+    @property
+    def scheme_text(self) -> str:
+        """The scheme that it was trained in, in words; "" of one that no run is known of."""
+        if (settings := self.settings) is None:
+            return ""
+        others = [f"its --{name}" for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
+        if (lora := self.trained.get("lora")) is not None and (base := as_lora(lora).base) not in ("none", "dense"):
+            others.append(f"adapters on {base}")
         text = spec_text({"scheme": settings.quantize, **(settings.quantize_kwargs or {})}).removesuffix(" {}")
-        return " and ".join([text, *(f"its --{name}" for name in others)])
+        return " and ".join([text, *others])
 
     @contextlib.contextmanager
     def loaded(self, device: torch.device, dtype: str) -> Iterator[tuple[nn.Module, Run | None]]:
         """The model, with the weights that its training evaluates. dtype: of an exported one."""
         if self.exported is not None:
-            where = {"device": device, "dtype": choose_dtype(dtype, device)}
-            yield build_model(self.source, impl=self._impl, pretrained=True, **where), None
+            yield self._built(device, choose_dtype(dtype, device)), None
             return
         run = self._restored(device)
         if not run.optimizer.averages_weights:
@@ -144,11 +148,13 @@ class MeasuredModel:
     def in_codes(self, device: torch.device, dtype: str, scheme: Scheme, *, quantize_head: bool) -> nn.Module:
         """An exported model whose linears run in `scheme`, for forward passes alone: of their weights codes are kept
         and nothing else, made one matrix after the other."""
-        where = {"device": device, "dtype": choose_dtype(dtype, device)}
-        model = build_model(self.source, impl=self._impl, pretrained=True, lazy=True, **where)
+        model = self._built(device, choose_dtype(dtype, device), lazy=True)
         head: Any = model.lm_head
         quantize_linears(model, scheme, seed=0, head=head, quantize_head=quantize_head, forward_only=True)
         return model
+
+    def _built(self, device: torch.device, dtype: torch.dtype, lazy: bool = False) -> nn.Module:
+        return build_model(self.source, impl=self._impl, device=device, dtype=dtype, pretrained=True, lazy=lazy)
 
     @property
     def _impl(self) -> str:
@@ -175,8 +181,7 @@ class MeasuredModel:
         """The model with the weights that its training exports, adapters merged, and lines that say whose they are."""
         if self.exported is not None:
             named = self.source.config.get("dtype") or self.source.config.get("torch_dtype")
-            where = {"device": device, "dtype": torch.bfloat16 if named == "bfloat16" else torch.float32}
-            yield build_model(self.source, impl=self._impl, pretrained=True, **where), []
+            yield self._built(device, torch.bfloat16 if named == "bfloat16" else torch.float32), []
             return
         run = self._restored(device)
         notes = [f"weights     of step {run.state.step:,}, {self.checkpoint}"]

@@ -8,13 +8,12 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from qtrain.comm.ranks import from_rank_0, launched_world
 from qtrain.core.hardware import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
-from qtrain.quant import LinearChoice, describe_choices
+from qtrain.quant import LinearChoice, choose_linears, describe_choices
 from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -22,7 +21,6 @@ from qtrain.train.plan.fit import advice, fit, flags_within
 from qtrain.train.plan.linears import (
     check_overrides,
     describe_low_bits,
-    plan_linears,
     refuse_no_swap,
     resolve_auto_scheme,
     resumed_map,
@@ -68,14 +66,14 @@ def prepare(
     checked, linears = _resolved(checked, architecture)
     hardware = planned_hardware(checked.settings, checked.device)
     phases = _linears_of_phases(checked, architecture)
-    planned = functools.partial(_planned, architecture, phases or [linears], hardware, data, trained)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, trained)
     checked, plan = planned(checked)
     if plan.memory and (hardware.is_gpu or not plan.fits):
-        within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed).plan)
+        within = functools.partial(flags_within, checked, plan_of=lambda changed: planned(changed)[1])
         fitted = getattr(checked.settings, "fit", "off") == "auto"  # it has searched already
-        found = () if fitted else advice(checked, plan, lambda changed: planned(changed).plan)
+        found = () if fitted else advice(checked, plan, lambda changed: planned(changed)[1])
         plan = dataclasses.replace(plan, advice=found, within=within)
-    plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows)
+    plan = dataclasses.replace(plan, linear_rows=architecture.linear_rows, data=data)
     told = list(last_linears(plan, linears))
     lines = [
         describe_low_bits(told, plan.linear_rows),
@@ -83,7 +81,7 @@ def prepare(
         *describe_phases(plan.phases),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
-        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.is_native else []),
         *checked.notes,
         *auto_lines,
         "linears",
@@ -100,15 +98,23 @@ def prepare(
 def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[CheckedSettings, list[LinearChoice]]:
     """The map of schemes in force, that of a checkpoint included, and what it does to each linear. UserError for one
     that asks for what no linear can do."""
-    model, left = architecture.empty, architecture.left_linears(checked.scheme)
-    planned = functools.partial(plan_linears, model, head=architecture.head(model), device=checked.device, left=left)
-    linears = planned(checked.scheme, checked.settings)
+    model, settings = architecture.empty, checked.settings
+    planned = functools.partial(
+        choose_linears,
+        model,
+        device=checked.device,
+        head=architecture.head(model),
+        quantize_head=settings.quantize_lm_head,
+        min_size=settings.quantize_min_size,
+        left=architecture.left_linears(checked.scheme),
+    )
+    linears = planned(checked.scheme)
     if not checked.phases:
         check_overrides(linears, checked.scheme)
-        refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
+        refuse_no_swap(linears, checked.scheme, settings.quantize)
     resumed = resumed_map(checked, linears)
     if resumed is not checked:
-        linears = planned(resumed.scheme, resumed.settings)
+        linears = planned(resumed.scheme)
     return resumed, linears
 
 
@@ -122,30 +128,22 @@ def _alone(checked: CheckedSettings, phase: Phase) -> CheckedSettings:
     return dataclasses.replace(checked.at(phase), folder=dataclasses.replace(checked.folder, resumed_from=None))
 
 
-class _Planned(NamedTuple):
-    """checked: with `reshards` as the plan needs it."""
-
-    checked: CheckedSettings
-    plan: Plan
-
-
 def _planned(
     architecture: Architecture,
     linears: Sequence[Sequence[LinearChoice]],
     hardware: Hardware,
-    data: Sequence[str],
     trained: TrainedPart | None,
     checked: CheckedSettings,
-) -> _Planned:
-    """The plan, with full sharding where --reshard_after_forward asks for it. linears: of each phase of
-    --quantize_schedule; without, of the run."""
+) -> tuple[CheckedSettings, Plan]:
+    """The plan, with full sharding where --reshard_after_forward asks for it, and the settings that say so. linears: of
+    each phase of --quantize_schedule; without, of the run."""
 
     def plan_of(checked: CheckedSettings) -> Plan:
         if not checked.phases:
-            return architecture.plan(checked, linears[0], hardware, data, trained)
+            return architecture.plan(checked, linears[0], hardware, trained)
         # With the scheme that the model is built for: norms that come with a later one are there from the first step.
         alone = [dataclasses.replace(checked.at(phase), scheme=checked.scheme) for phase in checked.phases]
-        plans = [architecture.plan(one, own, hardware, data, trained) for one, own in zip(alone, linears, strict=True)]
+        plans = [architecture.plan(one, own, hardware, trained) for one, own in zip(alone, linears, strict=True)]
         return plan_of_phases(checked.phases, linears, plans, checked.settings.steps)
 
     checked = dataclasses.replace(checked, reshards=False)
@@ -154,7 +152,7 @@ def _planned(
     if reshards(checked, plan.memory_taken, hardware.memory_bytes, model, architecture.blocks(model)):
         checked = dataclasses.replace(checked, reshards=True)
         plan = plan_of(checked)
-    return _Planned(checked, plan)
+    return checked, plan
 
 
 def fit_memory(
@@ -172,8 +170,8 @@ def fit_memory(
     if checked.device.type == "cuda":
         hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
     phases = _linears_of_phases(checked, architecture)
-    planned = functools.partial(_planned, architecture, phases or [linears], hardware, (), trained)
-    checked, lines = fit(checked, lambda changed: planned(changed).plan)
+    planned = functools.partial(_planned, architecture, phases or [linears], hardware, trained)
+    checked, lines = fit(checked, lambda changed: planned(changed)[1])
     return dataclasses.replace(checked, scheme=asked, notes=(*lines, *checked.notes))
 
 

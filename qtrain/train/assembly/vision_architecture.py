@@ -94,15 +94,10 @@ class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
         compile_vision(model)
 
     def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[LinearChoice],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
+        self, checked: CheckedSettings, linears: Sequence[LinearChoice], hardware: Hardware, trained: TrainedPart | None
     ) -> Plan:
         assert trained is None, "every parameter of a vision model trains"
-        return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
+        return plan_vision_run(checked, self.empty, self.cost, linears, hardware)
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         lines = []

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -33,13 +33,6 @@ class WrittenQuestion:
     prompt: str
     ids: list[int]
     answer: str
-
-
-class Graded(NamedTuple):
-    """The fraction of right answers, and the first of them to show: (prompt, answer with the expected one)."""
-
-    accuracy: float
-    samples: list[tuple[str, str]]
 
 
 def final_answer(text: str) -> str | None:
@@ -106,12 +99,15 @@ def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuest
     return [answers[i] for i in range(len(questions))]
 
 
-def graded(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], longest: int) -> Graded:
-    """Ask all questions, answers of at most `longest` tokens."""
+def graded(
+    model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], longest: int
+) -> tuple[float, list[tuple[str, str]]]:
+    """Ask all questions, answers of at most `longest` tokens. Returns the fraction of right ones, and the first of them
+    to show: (prompt, answer with the expected one)."""
     answers = ask(model, tokenizer, questions, longest)
     right = [final_answer(given) == final_answer(q.answer) for q, given in zip(questions, answers, strict=True)]
     shown = [
         (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
         for q, given, ok in list(zip(questions, answers, right, strict=True))[:SHOWN]
     ]
-    return Graded(sum(right) / len(right), shown)
+    return sum(right) / len(right), shown

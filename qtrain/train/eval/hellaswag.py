@@ -8,10 +8,10 @@ Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?",
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,10 @@ from torch import Tensor
 from qtrain.core.checks import check_value
 from qtrain.core.errors import UserError
 from qtrain.core.hub import reaching_hub
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 
 HUB = "Rowan/hellaswag"
 PAD_TO = 64  # lengths are rounded up to a multiple of it: few shapes, few compilations
-
-
-class Encoder(Protocol):
-    """What is needed of a tokenizer; it adds no special tokens."""
-
-    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -39,21 +34,11 @@ class HellaSwagQuestion:
     answer: int
 
 
-@dataclass(frozen=True)
-class Score:
-    """Questions answered correctly by plain and by normalized score, out of `total`. Scores of ranks add up."""
+class Score(NamedTuple):
+    """The fraction of questions answered correctly by plain and by normalized score."""
 
-    right: int
-    right_norm: int
-    total: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.total
-
-    @property
-    def accuracy_norm(self) -> float:
-        return self.right_norm / self.total
+    accuracy: float
+    accuracy_norm: float
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------
@@ -130,7 +115,7 @@ class _Candidate:
     n_ending: int
 
 
-def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_len: int) -> list[_Candidate]:
+def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Tokenizer, max_len: int) -> list[_Candidate]:
     found = []
     for number, asked in enumerate(questions):
         n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
@@ -141,14 +126,6 @@ def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_
             n_ending = max(1, min(len(tokens) - n_context, len(tokens) - 1, max_len))
             found.append(_Candidate(number, which, tokens[-(max_len + 1) :], n_ending))
     return found
-
-
-def _batches(candidates: list[_Candidate], size: int) -> Iterator[list[_Candidate]]:
-    ordered = sorted(
-        candidates, key=lambda c: len(c.tokens), reverse=True
-    )  # the longest first: running out of memory shows early
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
 
 
 @torch.no_grad()
@@ -175,7 +152,7 @@ def _log_likelihoods(
 
 def evaluate_hellaswag(
     logits: Callable[[Tensor], Tensor],
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     questions: Sequence[HellaSwagQuestion],
     *,
     batch_size: int,
@@ -184,11 +161,13 @@ def evaluate_hellaswag(
 ) -> Score:
     """Answer `questions` with the model `logits`: ids int64 [batch_size, S <= max_len] -> logits [batch_size, S, V].
 
-    A text of more than max_len + 1 tokens is truncated on the left. With several ranks, give each
-    `questions[rank::world]` and add the scores.
+    A text of more than max_len + 1 tokens is truncated on the left.
     """
     scores = [[0.0] * len(asked.endings) for asked in questions]
-    for batch in _batches(_candidates(questions, tokenizer, max_len), batch_size):
+    # The longest first: running out of memory shows early.
+    ordered = sorted(_candidates(questions, tokenizer, max_len), key=lambda c: len(c.tokens), reverse=True)
+    for start in range(0, len(ordered), batch_size):
+        batch = ordered[start : start + batch_size]
         for candidate, score in zip(batch, _log_likelihoods(logits, batch, batch_size, max_len, device), strict=True):
             scores[candidate.question][candidate.ending] = score
     right = right_norm = 0
@@ -197,4 +176,4 @@ def evaluate_hellaswag(
         per_character = [score / max(len(ending), 1) for score, ending in zip(plain, asked.endings, strict=True)]
         right += plain.index(max(plain)) == asked.answer
         right_norm += per_character.index(max(per_character)) == asked.answer
-    return Score(right, right_norm, len(questions))
+    return Score(right / len(questions), right_norm / len(questions))

@@ -189,11 +189,6 @@ class LossSum(NamedTuple):
         return self.nll / max(self.tokens, 1)
 
 
-def mean_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
-    """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
-    return summed_loss(model, forward, batches).mean
-
-
 @torch.no_grad()
 def summed_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> LossSum:
     """The loss of all trained tokens of the batches, without z-loss. The model keeps its training mode."""

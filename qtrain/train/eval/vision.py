@@ -48,17 +48,13 @@ class VisionEvaluation:
         # A sample of all classes: folders list their images class by class.
         order = Permutation(len(self.images), 0).all()[: self._count] if self.limit else range(self._count)
         starts = range(0, self._count, self.batch_size)
+        batches = [[int(i) for i in order[start : start + self.batch_size]] for start in starts]
         with ThreadPoolExecutor(self.threads, "evaluation") as pool:
-            prefetched = None
-            for start in [*starts, None]:
-                submitted = None
-                if start is not None:
-                    indices = [int(i) for i in order[start : start + self.batch_size]]
-                    submitted = indices, [pool.submit(self._read, i) for i in indices]
-                if prefetched is not None:
-                    indices, futures = prefetched
-                    yield torch.stack([f.result() for f in futures]), torch.from_numpy(self.images.labels[indices])
-                prefetched = submitted
+            futures = [pool.submit(self._read, i) for i in batches[0]]
+            for indices, following in zip(batches, [*batches[1:], []], strict=True):
+                ahead = [pool.submit(self._read, i) for i in following]
+                yield torch.stack([f.result() for f in futures]), torch.from_numpy(self.images.labels[indices])
+                futures = ahead
 
     def _read(self, index: int) -> Tensor:
         return self.transform(self.images.read(index))

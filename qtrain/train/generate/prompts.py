@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qtrain.core.checks import MAX_JSON, is_unicode, json_type, parse_json, shown, user_path
@@ -125,10 +124,3 @@ class PromptReader:
                 f"model's vocabulary has {self.vocab_size:,}; they do not belong together."
             )
         return Prompt(given, ids)
-
-
-def check_output(path: Path) -> None:
-    """UserError where the file of --json cannot be written."""
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if path.is_dir() or (existing != path.absolute() and not existing.is_dir()):
-        raise UserError(f"--json: cannot write {path}: {existing} is {'a folder' if existing.is_dir() else 'a file'}.")

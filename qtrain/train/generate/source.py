@@ -14,7 +14,7 @@ from qtrain.data.examples.chat_dataset import ChatRenderer
 from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.stream import DATASETS, dataset_tokenizer, with_chat_template
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.models import as_lora, generation_config
+from qtrain.models import generation_config
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme, choose_linears
 from qtrain.quant.scheme_map import spec_of, spec_text, with_overrides
 from qtrain.train.assembly.measured import MeasuredModel
@@ -68,12 +68,14 @@ class TextModel:
         --quantize the export."""
         measured = MeasuredModel.find(name, MODEL, prefer_checkpoint=quantization is None)
         if quantization is None:
-            notes = _describe(measured)
+            notes = [f"model     {measured.checkpoint or measured.exported}"]
+            if measured.exported is None:
+                notes.append(f"scheme    {measured.scheme_text}, that of its training")
         else:
             if measured.exported is None:
                 raise UserError(
                     f"--quantize: {measured.checkpoint} runs in the scheme of its training, "
-                    f"{_trained_scheme(measured)}. Leave it out, or write dense weights first: "
+                    f"{measured.scheme_text}. Leave it out, or write dense weights first: "
                     f"python -m qtrain export {name} --format hf"
                 )
             notes = [f"model     {measured.exported}", *_planned(measured, quantization, device)]
@@ -135,24 +137,6 @@ class TextModel:
                     scheme, head = self.quantization.scheme, self.quantization.head
                     model = self.measured.in_codes(device, dtype, scheme, quantize_head=head)
             yield model
-
-
-def _describe(measured: MeasuredModel) -> list[str]:
-    """Which model it is and what it runs in."""
-    if measured.exported is None:
-        return [f"model     {measured.checkpoint}", f"scheme    {_trained_scheme(measured)}, that of its training"]
-    return [f"model     {measured.exported}"]
-
-
-def _trained_scheme(measured: MeasuredModel) -> str:
-    assert measured.settings is not None
-    if measured.settings.quantize_schedule is not None:
-        return "that of --quantize_schedule"
-    options = dict(measured.settings.quantize_kwargs or {})
-    name = measured.settings.quantize
-    scheme = spec_text({"scheme": name, **options} if options else name)
-    base = as_lora(measured.trained["lora"]).base if measured.trained.get("lora") is not None else "none"
-    return scheme if base in ("none", "dense") else f"{scheme} with adapters on {base}"
 
 
 def _planned(measured: MeasuredModel, quantization: Quantization, device: torch.device) -> list[str]:

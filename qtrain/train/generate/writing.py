@@ -47,37 +47,35 @@ class Totals:
         )
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Continues prompts with `model`. samples: of each prompt; batch_size: rows together, 0: as many as the cache's
-    limit allows. stops: strings that end a text."""
-
-    model: nn.Module
-    tokenizer: Tokenizer
-    decoding: Decoding
-    stops: Sequence[str]
-    samples: int = 1
-    batch_size: int = 0
-
-    def run(self, prompts: Sequence[Prompt], output: "Output", totals: Totals) -> None:
-        """Write all continuations to `output`."""
-        rows = [(number, sample) for number in range(len(prompts)) for sample in range(self.samples)]
-        places = max(len(prompt.ids) for prompt in prompts) + self.decoding.max_new_tokens
-        places = min(places, self.decoding.context or places)
-        together = self.batch_size or rows_at_once(self.model, places)
-        totals.prompts += len(prompts)
-        for start in range(0, len(rows), together):
-            batch = rows[start : start + together]
-            ids = [prompts[number].ids for number, _ in batch]
-            streams = [TextStream(self.tokenizer.decode, own, self.stops) for own in ids]
-            generation = Generation(self.model, ids, self.decoding, range(start, start + len(batch)))
-            for piece in closing_pieces(generation, streams):
-                output.piece(start + piece.row, piece.text)
-                if piece.ended:
-                    number, sample = batch[piece.row]
-                    record = _record(prompts[number], sample, streams[piece.row], generation, piece)
-                    output.end(start + piece.row, record)
-            totals.add(generation, sum(map(len, ids)))
+def write_texts(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    decoding: Decoding,
+    stops: Sequence[str],
+    prompts: Sequence[Prompt],
+    output: "Output",
+    totals: Totals,
+    samples: int,
+    batch_size: int,
+) -> None:
+    """Write all continuations of the prompts to `output`. stops: strings that end a text; samples: of each prompt;
+    batch_size: rows together, 0: as many as the cache's limit allows."""
+    rows = [(number, sample) for number in range(len(prompts)) for sample in range(samples)]
+    places = max(len(prompt.ids) for prompt in prompts) + decoding.max_new_tokens
+    together = batch_size or rows_at_once(model, min(places, decoding.context or places))
+    totals.prompts += len(prompts)
+    for start in range(0, len(rows), together):
+        batch = rows[start : start + together]
+        ids = [prompts[number].ids for number, _ in batch]
+        streams = [TextStream(tokenizer.decode, own, stops) for own in ids]
+        generation = Generation(model, ids, decoding, range(start, start + len(batch)))
+        for piece in closing_pieces(generation, streams):
+            output.piece(start + piece.row, piece.text)
+            if piece.ended:
+                number, sample = batch[piece.row]
+                record = _record(prompts[number], sample, streams[piece.row], generation, piece)
+                output.end(start + piece.row, record)
+        totals.add(generation, sum(map(len, ids)))
 
 
 def closing_pieces(generation: Generation, streams: Sequence[TextStream]) -> Generator[Piece, None, None]:

@@ -92,7 +92,7 @@ class SampleRanks:
         """compare: with other schemes."""
         others = alternatives(choice, linear.weight.device) if compare else None
         split = self._parts.split_gemms(choice.name) if self._parts is not None else ()
-        weight = (lambda: self._parallel.whole_weight(linear)) if linear.codes_only else None
+        weight = (lambda: self._parallel.weights.whole(linear.weight)) if linear.codes_only else None
         return LinearProbe(choice, linear, others, split, weight)
 
     def check_memory(self, share: float) -> None:

@@ -4,20 +4,22 @@ Files of a run that was killed, or that still writes, are normal; so are files t
 no record is left out, and a missing file is an empty one. Nothing here imports torch: a report is drawn in a second.
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qtrain.core.reading import special_file
+from qtrain.core.checks import MAX_JSON
+from qtrain.core.reading import read_small, special_file
 
 MAX_LINE = 1 << 20
 """Bytes of the longest line that is read; a longer one is no record."""
 MAX_STEP = 2**53  # a float holds every whole number up to here
 
 Record = dict[str, Any]
-"""The object of a line; it has a "step"."""
+"""The object of a line, which has a "step"; or of a file."""
 
 
 def record_of(line: bytes) -> Record | None:
@@ -50,6 +52,14 @@ def read_records(path: Path) -> tuple[list[Record], int]:
     except OSError:
         pass
     return records, damaged
+
+
+def read_object(path: Path) -> Record:
+    """The object in a JSON file; an empty one of a file that is missing, cannot be read or holds something else."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_small(path, MAX_JSON))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def in_order(records: list[Record]) -> list[Record]:

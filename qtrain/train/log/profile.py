@@ -39,8 +39,7 @@ class StepProfiler:
         self._trace = Path(run_dir) / "profile" / f"trace_rank{rank}.json.gz"
         self._kernels = self._trace.with_name(f"kernels_rank{rank}.txt")
         # skip: steps that compile; one more warms the profiler up.
-        self._before = skip + 1
-        self._remaining = self._needed = skip + 1 + steps if enabled else 0
+        self._before, self._needed = skip + 1, skip + 1 + steps
         self._done = 0
         self._profiler: Any = None
         if enabled:
@@ -56,22 +55,20 @@ class StepProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._remaining:
+        if self._profiler:
             self._stop()
             if kind is None and not self._trace.exists():
                 self._logger.warning("--profile: the run ended before the trace; it needs %d steps.", self._needed)
 
     def step(self) -> None:
         """A training step has ended."""
-        if self._remaining:
+        if self._profiler:
             self._done += 1
             self._profiler.step()
-            self._remaining -= 1
-            if not self._remaining:
+            if self._done == self._needed:
                 self._stop()
 
     def _stop(self) -> None:
-        self._remaining = 0
         self._profiler.stop()
         self._profiler = None
 

@@ -1,18 +1,15 @@
 """A finished run sent to a tracker, from its metrics.jsonl and config.json: as if it had logged there while it ran."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qtrain.core.checks import MAX_JSON
 from qtrain.core.errors import TrainingStopped, UserError, first_line
-from qtrain.core.reading import read_small
-from qtrain.train.log.jsonl import in_order, read_records
+from qtrain.train.log.jsonl import in_order, read_object, read_records
 from qtrain.train.log.trackers import TRACKERS, WHOLE_RUN, check_trackers, curves
 
 
-def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
+def send_run(folder: Path, tracker: str) -> int:
     """Send the run in `folder` to the tracker of this name. Returns the number of records sent.
 
     Where the tracker has the run already, wandb ignores the steps that it has, TensorBoard shows them once, and the
@@ -20,16 +17,16 @@ def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
     records; TrainingStopped where the tracker fails.
     """
     folder = Path(folder)
-    check_trackers([tracker], flag)
+    check_trackers([tracker], "--to")
     if not folder.is_dir():
-        raise UserError(f"{flag} {tracker}: there is no run folder {str(folder)!r}.")
+        raise UserError(f"--to {tracker}: there is no run folder {str(folder)!r}.")
     records = timed(in_order(read_records(folder / "metrics.jsonl")[0]))
     if not records:
         raise UserError(
-            f"{flag} {tracker}: {folder / 'metrics.jsonl'} has no records; give the folder of a run that has trained, "
+            f"--to {tracker}: {folder / 'metrics.jsonl'} has no records; give the folder of a run that has trained, "
             "RUNS_DIR/SCRIPT/TIME_NAME."
         )
-    config = _config(folder / "config.json")
+    config = read_object(folder / "config.json")
     project, name = (str(config.get(key) or default) for key, default in (("project", "qtrain"), ("run_name", "run")))
     try:
         opened = TRACKERS[tracker](config, folder.resolve(), project, name, WHOLE_RUN)
@@ -42,7 +39,7 @@ def send_run(folder: Path, tracker: str, flag: str = "--to") -> int:
         finally:
             opened.close()
     except Exception as error:  # any library's: not logged in, no network, a full disk
-        raise TrainingStopped(f"{flag} {tracker}: {type(error).__name__}: {first_line(error)}") from None
+        raise TrainingStopped(f"--to {tracker}: {type(error).__name__}: {first_line(error)}") from None
     return len(records)
 
 
@@ -65,12 +62,3 @@ def _samples(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     samples = record.get("samples")
     pairs = [s for s in samples if isinstance(s, list) and len(s) == 2] if isinstance(samples, list) else []
     return [(prompt, text) for prompt, text in pairs if isinstance(prompt, str) and isinstance(text, str)]
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """The settings of the run; none of a file that is missing or damaged."""
-    try:
-        config = json.loads(read_small(path, MAX_JSON))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -15,36 +15,13 @@ from torch import nn
 from qtrain.comm.ranks import from_rank_0
 from qtrain.core.checks import check_fields
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
-from qtrain.quant.choices import NO_NAMES, layers_text
+from qtrain.quant import LinearChoice, LowBitScheme, Scheme
+from qtrain.quant.choices import layers_text
 from qtrain.quant.scheme_map import FLAG, SchemeMap, matches, scheme_of, spec_of, spec_text
 from qtrain.quant.schemes.auto import Auto, choose_per_shape, linear_shapes, scheme_per_shape
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.recorded_map import changed_schemes
-
-
-def plan_linears(
-    model: nn.Module,
-    scheme: Scheme,
-    settings: TrainSettings,
-    *,
-    head: nn.Module | None,
-    device: torch.device,
-    left: Mapping[str, str] = NO_NAMES,
-) -> list[LinearChoice]:
-    """What `quantize_linears` will do to every linear of `model` (on the meta device) where it trains on `device`.
-    left: those that stay in high precision, by name, with the reason."""
-    return choose_linears(
-        model,
-        scheme,
-        device=device,
-        head=head,
-        quantize_head=settings.quantize_lm_head,
-        min_size=settings.quantize_min_size,
-        left=left,
-    )
 
 
 def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str) -> None:

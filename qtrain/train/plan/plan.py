@@ -15,6 +15,7 @@ from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.cluster import Cluster
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.step_time import (
     BANDWIDTH_REACHED,
@@ -28,7 +29,8 @@ from qtrain.train.plan.step_time import (
     token_seconds,
 )
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
+from qtrain.train.plan.world import Work, WorldPlan, refuse_world
+from qtrain.train.settings.machine import find_wire, wire_in_node
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
@@ -62,8 +64,6 @@ class Plan:
     n_steps: int
     tokens_per_step: int
     hardware: Hardware
-    data: Sequence[str]
-    """Lines that describe the data."""
     parameters: int | None = None
     """None for a model that only transformers knows (--model_impl hf); flops, seconds and memory are empty then."""
     active: int | None = None
@@ -94,6 +94,8 @@ class Plan:
     """Rows of the input of each linear, by its name; None: the same for all."""
     phases: tuple[PlannedPhase, ...] = ()
     """Of --quantize_schedule; none without."""
+    data: Sequence[str] = ()
+    """Lines that describe the data."""
 
     def at(self, phase: int) -> "Plan":
         """The plan of a phase; without phases, of the run."""
@@ -230,7 +232,6 @@ def make_plan(
     checked: CheckedSettings,
     linears: Sequence[LinearChoice],
     hardware: Hardware,
-    data: Sequence[str],
     figures: Figures | None,
     *,
     parameters: int | None = None,
@@ -251,7 +252,6 @@ def make_plan(
         "n_steps": settings.steps,
         "tokens_per_step": settings.batch_size * per_sample,
         "hardware": hardware,
-        "data": data,
         "emulated": emulated_arithmetics(linears, hardware),
         "unit": unit,
         "parameters": parameters,
@@ -274,6 +274,7 @@ def make_plan(
     if sol is None:
         assert parameters is not None  # as all figures need them
         sol, source = measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)
+        source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
     if figures.between is None:
         passes = compute_seconds(seconds, samples, sol, figures.again, figures.frozen)
     else:
@@ -288,9 +289,16 @@ def make_plan(
             hardware.memory_bandwidth,
         )
     if settings.world_size is not None:
-        work = Work(samples, unit, sum(passes), sol, source)
-        memory_on, traffic = figures.memory_on, figures.traffic()
-        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
+        world = WorldPlan(
+            mesh=checked.mesh,
+            keeps_shard=bool(settings.dp_shard or settings.dp_replicate),
+            cluster=Cluster(settings.gpus_per_node, wire_in_node(hardware), find_wire(settings.wire)),
+            hardware=hardware,
+            traffic=figures.traffic(),
+            memory_on=figures.memory_on,
+            resharding=figures.resharding,
+            work=Work(samples, unit, sum(passes), sol, source),
+        )
     return Plan(
         **shared,
         active=figures.active,

@@ -281,8 +281,8 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     micro-batch."""
     if mesh.world == 1:
         return 0.0
-    if traffic.tensor is not None:
-        return exchange_overhead(replace(traffic, tensor=None), Mesh(mesh.replicate, mesh.shard), reshards)
+    if traffic.group is not None:
+        return exchange_overhead(replace(traffic, group=None), Mesh(mesh.replicate, mesh.shard), reshards)
     if traffic.experts is not None:
         part, expert_mesh = traffic.experts.part(mesh.expert_mesh.tp), mesh.expert_mesh
         of_part = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)

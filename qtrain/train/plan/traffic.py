@@ -74,6 +74,8 @@ class ExpertTraffic:
 class GroupTraffic:
     """Communication of activations in a tensor-parallel or context-parallel group."""
 
+    what: str
+    """Name of what is sent."""
     tokens: int
     """Of a micro-batch; with --cp those of one rank."""
     bytes_per_token: float
@@ -113,10 +115,8 @@ class Traffic:
     """Whether gradients are added in the order of the micro-batches."""
     experts: ExpertTraffic | None = None
     """With --ep; all other fields then leave experts out."""
-    tensor: GroupTraffic | None = None
-    """With --tp."""
-    context: GroupTraffic | None = None
-    """With --cp."""
+    group: GroupTraffic | None = None
+    """With --tp or --cp."""
 
     @property
     def gradients(self) -> float:
@@ -129,15 +129,11 @@ class Traffic:
         if self.experts is not None:
             found, others = self.experts.costs(mesh.expert_mesh, cluster, reshards), replace(self, experts=None)
             return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
-        if self.context is not None:
-            found = replace(self, context=None).costs(mesh, cluster, reshards)
-            return found | {"heads of attention": self.context.cost(mesh.cp, cluster) * self.micro_batches}
-        if self.tensor is not None:
+        if self.group is not None:
             # Tensor-parallel ranks are consecutive: the data-parallel peers of one are `mesh.tp` apart.
-            activations = self.tensor.cost(mesh.tp, cluster) * self.micro_batches
-            data, own = Mesh(mesh.replicate, mesh.shard), replace(self, tensor=None)
-            of_data = own.costs(data, cluster.every(mesh.tp), reshards)
-            return of_data | {"activations": activations}
+            data, own = Mesh(mesh.replicate, mesh.shard), replace(self, group=None)
+            activations = self.group.cost(max(mesh.tp, mesh.cp), cluster) * self.micro_batches
+            return own.costs(data, cluster.every(mesh.tp), reshards) | {self.group.what: activations}
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
         # Sums go in the gradients' own dtype, whatever --gradient_wire.

@@ -25,12 +25,11 @@ def plan_vision_run(
     cost: VisionCost | None,
     linears: Sequence[LinearChoice],
     hardware: Hardware,
-    data: Sequence[str],
 ) -> Plan:
     """model: on the meta device; cost: None for a model that does not run there: the plan then has no figures."""
     parameters = sum(p.numel() for p in model.parameters())
     if cost is None:
-        return make_plan(checked, linears, hardware, data, None, parameters=parameters, unit=IMAGES)
+        return make_plan(checked, linears, hardware, None, parameters=parameters, unit=IMAGES)
     again = checked.settings.activation_checkpointing == "full"
     figures = Figures(
         flops=cost.flops,
@@ -39,7 +38,7 @@ def plan_vision_run(
         traffic=lambda: _traffic(checked, model, linears),
         again={kind: float(kind != "head" and again) for kind in cost.flops},
     )
-    return make_plan(checked, linears, hardware, data, figures, parameters=parameters, unit=IMAGES)
+    return make_plan(checked, linears, hardware, figures, parameters=parameters, unit=IMAGES)
 
 
 def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[LinearChoice]) -> Traffic:

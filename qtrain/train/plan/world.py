@@ -22,7 +22,7 @@ from qtrain.train.plan.step_time import (
     tp_overhead,
 )
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.settings.machine import Wire, find_wire, wire_in_node
+from qtrain.train.settings.machine import Wire
 from qtrain.train.settings.settings import TrainSettings
 
 GIB, MIB = 1024**3, 1024**2
@@ -97,15 +97,13 @@ class WorldPlan:
     """Bytes per GPU on a mesh, with layers fully sharded or not."""
     resharding: str
     """--reshard_after_forward."""
-    samples: int
-    """Tokens or images of a data-parallel rank's step."""
-    unit: SampleUnit
-    compute: float
-    """Seconds of a GPU's computation in a step; --tp ranks share that of one."""
-    sol: float
-    """The fraction of the speed of light that `compute` assumes."""
-    sol_source: str
-    """Where `sol` is from."""
+    work: Work
+    """Of a data-parallel rank."""
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a GPU's computation in a step; --tp ranks share that of one."""
+        return self.work.seconds / self.mesh.tp
 
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
@@ -121,12 +119,12 @@ class WorldPlan:
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
             overhead=exchange_overhead(self.traffic, mesh, reshards) + tp_overhead(self.compute, mesh.tp),
-            samples=self.samples,
+            samples=self.work.samples,
         )
 
     def rows(self, n_steps: int) -> list[tuple[str, str]]:
         """Lines of the plan of a run of this many steps, each with its name."""
-        step, cluster = self.step(self.mesh), self.cluster
+        step, cluster, per_second = self.step(self.mesh), self.cluster, self.work.unit.per_second
         nodes = cluster.nodes(self.mesh.world)
         between = f" and {_wire(cluster.between)} between them" if nodes > 1 else ""
         sent = ", ".join(f"{what} {_size(cost.bytes)}" for what, cost in step.costs.items() if cost.bytes)
@@ -145,22 +143,22 @@ class WorldPlan:
             (
                 "step",
                 f"{step.seconds:.3f} s: computation {step.compute:.3f}, wires {step.exposed:.3f} ({overlap}), copies "
-                f"and launches of the exchange {step.overhead:.3f}; {short_number(step.rate)} {self.unit.per_second}, "
+                f"and launches of the exchange {step.overhead:.3f}; {short_number(step.rate)} {per_second}, "
                 f"{100 * step.efficiency:.0f}% of {self.mesh.world:,} times one GPU; {n_steps:,} steps in "
                 f"{duration(n_steps * step.seconds)}",
             ),
-            ("", f"computation at {100 * self.sol:.0f}% of the speed of light ({self.sol_source})"),
+            ("", f"computation at {100 * self.work.sol:.0f}% of the speed of light ({self.work.sol_source})"),
         ]
 
     def table(self) -> list[str]:
         """The same for other numbers of GPUs."""
         head = ["GPUs", "replicate x shard", "GiB a GPU", "GiB sent", "to machines", "wires", "step", "", "of one"]
-        head[7] = self.unit.per_second
+        head[7] = self.work.unit.per_second
         steps = [self.step(mesh) for mesh in self.meshes()]
         have = self.hardware.memory_bytes or 0
         grid = [head] + [_cells(step, have) for step in steps]
         widths = [max(len(row[column]) for row in grid) for column in range(len(head))]
-        lines = [f"sizes   {self.samples:,} {self.unit.many} a GPU and step at every size (weak scaling)"]
+        lines = [f"sizes   {self.work.samples:,} {self.work.unit.many} a GPU and step at every size (weak scaling)"]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in grid]
         if any(step.memory > have for step in steps):
             lines.append(f"* does not fit: {self.hardware.name} has {have / GIB:.1f} GiB")
@@ -183,35 +181,6 @@ class WorldPlan:
                 with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
                     found.append(planned_mesh(world // shard, shard, self.mesh.expert_mesh.tp))
         return found
-
-
-def plan_world(
-    settings: TrainSettings,
-    mesh: Mesh,
-    hardware: Hardware,
-    work: Work,
-    traffic: Traffic,
-    memory_on: Callable[[Mesh, bool], Peak],
-    resharding: str,
-) -> WorldPlan:
-    """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
-    source = work.sol_source
-    if settings.sol is None and "H200" not in hardware.name:
-        source += f"; assumed of {hardware.name}"
-    return WorldPlan(
-        mesh=mesh,
-        keeps_shard=bool(settings.dp_shard or settings.dp_replicate),
-        cluster=Cluster(settings.gpus_per_node, wire_in_node(hardware), find_wire(settings.wire)),
-        hardware=hardware,
-        traffic=traffic,
-        memory_on=memory_on,
-        resharding=resharding,
-        samples=work.samples,
-        unit=work.unit,
-        compute=work.seconds / mesh.tp,
-        sol=work.sol,
-        sol_source=source,
-    )
 
 
 def refuse_world(settings: TrainSettings) -> None:

@@ -2,7 +2,7 @@
 
 A row that contradicts the rest of the command line is refused, before anything is allocated. One that only lacks
 something here, such as the GPU that a recipe was written for, is answered by a line of the plan. The documentation has
-the table, as `exclusions_table` writes it. What depends on a model's numbers, such as whether --tp divides its heads,
+the table. What depends on a model's numbers, such as whether --tp divides its heads,
 is checked where its config has been read.
 """
 
@@ -656,13 +656,3 @@ def check_exclusions(
         if row.refused:
             raise UserError(f"{row.message(options)}.")
     return tuple(f"note    {row.message(options)}" for row in found)
-
-
-def exclusions_table() -> str:
-    """The table in Markdown, for the documentation."""
-    lines = ["| option | does not go with | because | then |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        why = re.sub(r"^'?\{[\w.]+\}'?(, but)? ", "", row.why)  # the value that the message begins with
-        why = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), why)
-        lines.append(f"| `{row.option}` | {row.other} | {why} | {'refused' if row.refused else 'a note in the plan'} |")
-    return "\n".join(lines) + "\n"

@@ -80,23 +80,18 @@ class Wire:
         return self.line_rate * self.achieved
 
 
-def _wires() -> dict[str, Wire]:
-    # (GB/s, microseconds per message). The latter are assumed of the kind of link: NCCL sends to several peers at once,
-    # so that they are less than a round trip.
-    in_node = {"nvlink3": (300, 1), "nvlink": (450, 1), "nvlink5": (900, 1), "nvlink_h800": (200, 1)}
-    in_node |= {"pcie4": (31.5, 3), "pcie": (63, 3)}
-    # Networks are named by Gbit/s: 8 of them are a GB/s.
-    between = {f"ib{gbit}": (gbit / 8, 2) for gbit in (200, 400, 800)}
-    between |= {f"ethernet{gbit}": (gbit / 8, 10) for gbit in (10, 25, 100, 200, 400)}
-    kinds = ((in_node, ACHIEVED_IN_NODE), (between, ACHIEVED_BETWEEN))
-    return {
-        name: Wire(name, rate * 1e9, achieved, us * 1e-6)
-        for wires, achieved in kinds
-        for name, (rate, us) in wires.items()
-    }
-
-
-WIRES = _wires()
+# (GB/s, microseconds per message). The latter are assumed of the kind of link: NCCL sends to several peers at once, so
+# that they are less than a round trip.
+_IN_NODE = {"nvlink3": (300, 1), "nvlink": (450, 1), "nvlink5": (900, 1), "nvlink_h800": (200, 1)}
+_IN_NODE |= {"pcie4": (31.5, 3), "pcie": (63, 3)}
+# Networks are named by Gbit/s: 8 of them are a GB/s.
+_BETWEEN = {f"ib{gbit}": (gbit / 8, 2) for gbit in (200, 400, 800)}
+_BETWEEN |= {f"ethernet{gbit}": (gbit / 8, 10) for gbit in (10, 25, 100, 200, 400)}
+WIRES = {
+    name: Wire(name, rate * 1e9, achieved, us * 1e-6)
+    for wires, achieved in ((_IN_NODE, ACHIEVED_IN_NODE), (_BETWEEN, ACHIEVED_BETWEEN))
+    for name, (rate, us) in wires.items()
+}
 """The choices of --wire. nvlink: of Hopper; pcie: of the fifth generation."""
 
 

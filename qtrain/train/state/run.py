@@ -133,16 +133,8 @@ class Run:
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The tensors of a checkpoint, and its meta."""
-        master = self.parallel.master
-        optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model, master)
-        tensors = {
-            "model": model_tensors(self.model, trains=True, master=master),
-            "optim": optim_tensors,
-            "quantized": self.quantized.tensors(),
-            "rng": rng_state(),
-        }
-        if self.ema is not None:
-            tensors["ema"] = self.ema.tensors()
+        optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model, self.parallel.master)
+        tensors = self._tensors(optim_tensors, rng_state())
         meta = {
             "state": self.state.as_meta(),
             "optim": optim_meta,
@@ -158,15 +150,20 @@ class Run:
         }
         if self._teacher is not None:
             meta["teacher"] = self._teacher
+        if divided := self.parallel.divided_state:
+            meta |= {"optim": divided.whole_meta(optim_meta), "tp": self.settings.tp, "tp_only": divided.inexact()}
+        return tensors, meta
+
+    def _tensors(self, optim: dict[str, Any], rng: dict[str, Any]) -> dict[str, Any]:
+        """The tensors of a checkpoint. optim: of the optimizer; rng: of the generators."""
+        model = model_tensors(self.model, trains=True, master=self.parallel.master)
+        tensors = {"model": model, "optim": optim, "quantized": self.quantized.tensors(), "rng": rng}
+        if self.ema is not None:
+            tensors["ema"] = self.ema.tensors()
         # A rank may have parts, saved as slices of the whole tensors, which other degrees load.
         if divided := self.parallel.divided_state:
-            tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
-            meta |= {
-                "optim": divided.whole_meta(optim_meta),
-                "tp": self.settings.tp,
-                "tp_only": divided.inexact(),
-            }
-        return tensors, meta
+            tensors |= {"model": divided.model(model), "optim": divided.states(optim)}
+        return tensors
 
     def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one; of a damaged one's run, the newest that is
@@ -260,16 +257,8 @@ class Run:
             *changed_versions(meta.get("versions"), self._versions),
         ]
         try:
-            tensors = {
-                "model": model_tensors(self.model, trains=True, master=master),
-                "optim": prepare_optimizer(self.optimizer, self.model, optim, master),
-                "quantized": self.quantized.tensors(),
-                "rng": rng,
-            }
-            if self.ema is not None:
-                tensors["ema"] = self.ema.tensors()
+            tensors = self._tensors(prepare_optimizer(self.optimizer, self.model, optim, master), rng)
             if divided:
-                tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
                 refuse_other_tp(saved_tp, divided.inexact(), tp, path)
             check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
             Checkpoints.load(path, tensors)

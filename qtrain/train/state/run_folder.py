@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from qtrain import __version__
-from qtrain.core.checks import MAX_JSON, shown, user_path
+from qtrain.core.checks import shown, user_path
 from qtrain.core.config import as_dict, source_digest, versions, write_config
 from qtrain.core.errors import UserError
 from qtrain.core.process import command_line
-from qtrain.core.reading import read_small, refuse_other
+from qtrain.core.reading import refuse_other
+from qtrain.train.log.jsonl import read_object
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import cannot_load, newest_whole
 from qtrain.train.state.checkpoint_files import (
@@ -174,11 +175,11 @@ def save_run_config(settings: TrainSettings, folder: Path, parent: Mapping[str, 
     """Write config.json; one of other settings or versions becomes the next config.N.json.
 
     parent: {"run", "step"} that a new run continues; kept when the run itself is resumed."""
-    path, before = folder / "config.json", _read(folder / "config.json")
+    path, before = folder / "config.json", read_object(folder / "config.json")
     unfinished = folder / ".config.json.tmp"
     parent = parent or before.get("_parent")
     write_config(settings, unfinished, {"_command": sys.argv, **({"_parent": parent} if parent else {})})
-    if before and _without_command(before) != _without_command(_read(unfinished)):
+    if before and _without_command(before) != _without_command(read_object(unfinished)):
         numbers = (n for n in range(10**6) if not (folder / f"config.{n}.json").exists())
         os.rename(path, folder / f"config.{next(numbers)}.json")
     # Atomic: a reader finds the old file or the new one.
@@ -189,7 +190,7 @@ def changed_settings(checkpoint: Path, settings: TrainSettings) -> dict[str, tup
     """(old, new) of every setting that differs from the config.json of the run that saved `checkpoint`, by name; the
     keys of JSON objects apart, as `optim_kwargs.betas`. Nothing where there is no config.json."""
     in_run = checkpoint.parent.name == "checkpoints"
-    before = _flat(_read(checkpoint.parent.parent / "config.json")) if in_run else {}
+    before = _flat(read_object(checkpoint.parent.parent / "config.json")) if in_run else {}
     if not before:
         return {}
     current = _flat(json.loads(json.dumps(as_dict(settings))))
@@ -213,14 +214,6 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_command(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "_command"}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A config; empty where there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_small(path, MAX_JSON))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def without_recovered(name: str) -> str:

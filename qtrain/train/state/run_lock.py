@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from qtrain.core.checks import MAX_JSON, Range, check_fields
+from qtrain.core.checks import Range, check_fields
 from qtrain.core.errors import UserError
-from qtrain.core.reading import read_small
+from qtrain.train.log.jsonl import read_object
 
 try:
     import fcntl
@@ -115,9 +115,8 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def _read(folder: Path) -> Owner | None:
     """The owner that the lock names; None without a lock, and for one whose writer was killed while writing it."""
-    with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
-        owner = json.loads(read_small(folder / NAME, MAX_JSON))
-        return Owner(**check_fields(Owner, owner, NAME)) if isinstance(owner, dict) else None
+    with contextlib.suppress(UserError):
+        return Owner(**check_fields(Owner, read_object(folder / NAME), NAME))
     return None
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from qtrain.comm.ranks import all_gather, rank
-from qtrain.core.checks import Range, check_value
+from qtrain.core.checks import Range, check_fields
 from qtrain.core.errors import UserError
 from qtrain.optim import Optimizer
 from qtrain.optim.state_layout import StateShapes
@@ -22,16 +22,7 @@ from qtrain.parallel.sharding.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
 
 OTHER_VERSION = "--resume: the checkpoint's state is not one of this version; start from its hf/ export."
-_KINDS = {
-    "step": Annotated[int, Range(0)],
-    "tokens": Annotated[int, Range(0)],
-    "data": dict[str, Any] | None,
-    "best_eval_loss": float | None,
-    "best_step": Annotated[int, Range(0)] | None,
-    "evals_since_best": Annotated[int, Range(0)],
-    "phase": Annotated[int, Range(0)],
-    "run_id": str,
-}
+Count = Annotated[int, Range(0)]
 _ADDED = {"best_step", "evals_since_best", "phase"}
 """Fields that checkpoints of earlier versions lack."""
 
@@ -40,19 +31,19 @@ _ADDED = {"best_step", "evals_since_best", "phase"}
 class TrainState:
     """The progress of a run: one explicit object, saved with every checkpoint."""
 
-    step: int = 0
+    step: Count = 0
     """Finished optimizer steps."""
-    tokens: int = 0
+    tokens: Count = 0
     """Tokens (images) read so far, of all ranks."""
     data: dict[str, Any] | None = None
     """Position of the training stream after them."""
     best_eval_loss: float | None = None
     """The lowest so far."""
-    best_step: int | None = None
+    best_step: Count | None = None
     """The step of that evaluation."""
-    evals_since_best: int = 0
+    evals_since_best: Count = 0
     """Evaluations after it."""
-    phase: int = 0
+    phase: Count = 0
     """Of --quantize_schedule, which linears run in."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
@@ -62,14 +53,12 @@ class TrainState:
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> "TrainState":
         """The state saved in a checkpoint's meta. UserError if its fields are others."""
+        if not {f.name for f in fields(cls)} <= {*meta, *_ADDED}:
+            raise UserError(OTHER_VERSION)
         try:
-            if {*meta, *_ADDED} != {f.name for f in fields(cls)}:
-                raise UserError("other fields")
-            for name, value in meta.items():
-                check_value(name, value, _KINDS[name])
+            return cls(**check_fields(cls, meta, "--resume"))
         except (UserError, TypeError):
             raise UserError(OTHER_VERSION) from None
-        return cls(**meta)
 
 
 # ---- model and generators -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtrain.core.errors import first_line
 from qtrain.core.maybe_none import MaybeNone
@@ -47,39 +47,26 @@ def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "Step
     recordable = recordable and not (run.parallel.reshards and settings.gradient_wire != "exact")
     if not recordable or run.device.type != "cuda":
         return None
-    return StepGraphs(run.model, forward, run.quantized, run.parallel)
+    return StepGraphs(forward, run.quantized, run.parallel)
 
 
-def forward_backward(
-    forward: Forward, batch: TensorBatch, trained: Tensor, parallel: DataParallel | None = None
-) -> Tensor:
+def forward_backward(forward: Forward, batch: TensorBatch, trained: Tensor, parallel: DataParallel) -> Tensor:
     """Forward and backward of one micro-batch. Returns the summed negative log-likelihood, detached.
 
-    trained: count of the step's trained tokens, an fp32 scalar on the device. parallel: None: one rank."""
+    trained: count of the step's trained tokens, an fp32 scalar on the device."""
     sums = forward(batch)
     (sums.loss / trained).backward()
-    if parallel is not None:
-        parallel.end_backward()
+    parallel.end_backward()
     return sums.nll
 
 
 class StepGraphs:
     """The graphs of one model, one shape of micro-batch and one set of trained parameters."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        quantized: QuantizedModel,
-        parallel: DataParallel | None = None,
-    ):
+    def __init__(self, forward: Forward, quantized: QuantizedModel, parallel: DataParallel):
         # Where gradients are reduced, autograd adds to the receivers of `parallel`, not to the model's parameters.
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        if parallel is not None:
-            self._parameters = [sharded.receiver for sharded in parallel.parameters]
-        self._forward, self._quantized = forward, quantized
-        self._parallel = parallel
-        self._requantize = parallel.requantize if parallel else quantized.refresh
+        self._parameters = [sharded.receiver for sharded in parallel.parameters]
+        self._forward, self._quantized, self._parallel = forward, quantized, parallel
         self._device = self._parameters[0].device
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: TensorBatch | MaybeNone = None  # static inputs of the graphs
@@ -141,17 +128,17 @@ class StepGraphs:
         self._updated = True
         self._follow_map()
         if self._refused or not self._quantized.needs_refresh or not self._warm("refresh"):
-            self._requantize()
+            self._parallel.requantize()
             return
         known = self._quantized.known_amax()
         if self._refresh is None:
-            recorded = self._record(self._requantize)
+            recorded = self._record(self._parallel.requantize)
             if recorded is None:
-                self._requantize()
+                self._parallel.requantize()
                 return
             self._refresh, self._recorded_amax = recorded[0], known
         if not self._recorded_amax <= known:  # the graph reads an absmax that is not this weight's
-            self._requantize()
+            self._parallel.requantize()
             return
         self._refresh.replay()
         self._quantized.mark_fresh()
@@ -199,8 +186,7 @@ class StepGraphs:
         if not ended:
             self._end_capture(stream)
         self._refused = True
-        if self._parallel is not None:
-            self._parallel.abort_micro_batch()
+        self._parallel.abort_micro_batch()
         # The generator still believes that it is being captured, and would fail outside of a capture.
         generator = torch.cuda.default_generators[self._device.index]
         generator.graphsafe_set_state(generator.clone_state())

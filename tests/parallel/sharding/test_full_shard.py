@@ -20,7 +20,7 @@ from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.quant import quantize_linears
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.peak_bytes import PeakBytes
@@ -102,7 +102,7 @@ def test_a_build_takes_what_a_rank_keeps_and_one_matrix(full_shard, options, mon
     checked = replace(checked, mesh=Mesh(1, 8), reshards=full_shard)
     source = ModelSource("many layers", SHAPE, "--model")
     config = source.model_config()
-    planned = sum(language_memory(checked, config, linears_of(checked, config), None).build.values())
+    planned = sum(LanguageRun(checked, config, linears_of(checked, config), None).memory().build.values())
     with fake_world(0, 8), PeakBytes() as counted:
         mesh = make_mesh(1, 8, "cpu")
         model = build_model(source, dtype=torch.bfloat16, lazy=True)

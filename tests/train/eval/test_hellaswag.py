@@ -114,8 +114,8 @@ def test_accuracies_are_those_of_a_plain_computation(max_len, batch_size):
         right_norm += per_character.index(max(per_character)) == one.answer
     model.shapes.clear()
     got = evaluate_hellaswag(model, Bytes(), asked, batch_size=batch_size, max_len=max_len, device=CPU)
-    assert got == Score(right, right_norm, 30)
-    assert got.right != got.right_norm, "the two accuracies should be told apart by this data"
+    assert got == Score(right / 30, right_norm / 30)
+    assert got.accuracy != got.accuracy_norm, "the two accuracies should be told apart by this data"
     assert all(rows == batch_size and length in (64, 128, max_len) for rows, length in model.shapes)
 
 
@@ -125,7 +125,7 @@ def test_a_token_across_the_boundary_belongs_to_the_ending():
     model = Causal()
     scores = plain_scores(model, asked, 64)
     got = evaluate_hellaswag(model, Bytes(), [asked], batch_size=2, max_len=64, device=CPU)
-    assert got.right == (scores[0] > scores[1])
+    assert got.accuracy == (scores[0] > scores[1])
 
 
 def test_a_model_that_knows_the_answer_scores_one():

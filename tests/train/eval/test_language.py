@@ -9,7 +9,7 @@ from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.exact_match import WrittenQuestion
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
-from qtrain.train.eval.language import EvalSet, EvaluationData, LanguageEvaluation, mean_loss
+from qtrain.train.eval.language import EvalSet, EvaluationData, LanguageEvaluation, summed_loss
 from qtrain.train.settings.evaluation import EvaluationSettings
 from qtrain.train.step.forward import language_forward
 from tests.system import TINY
@@ -44,7 +44,11 @@ def test_only_what_was_given_is_measured():
 def test_results_equal_their_measures_and_are_deterministic():
     measured = evaluation(windows=batches, questions=QUESTIONS, prompts=["a", "b"])
     found = measured()
-    assert found["eval_loss"] == mean_loss(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
+    assert (
+        found["eval_loss"]
+        == summed_loss(measured.model, measured.forward, batches()).mean
+        == pytest.approx(5.5, abs=0.3)
+    )
     assert found["hellaswag"] in (0, 0.5, 1) and found["hellaswag_norm"] in (0, 0.5, 1)
     assert [prompt for prompt, _ in found["samples"]] == ["a", "b"]
     state = torch.get_rng_state()
@@ -58,8 +62,8 @@ def test_named_sets_have_their_losses_and_the_mean_over_all_tokens():
     measured = evaluation(sets=sets)
     found = measured()
     assert found.keys() == {"eval_loss", "eval_a_loss", "eval_b-2_loss"}
-    assert found["eval_a_loss"] == mean_loss(measured.model, measured.forward, [first]) != found["eval_b-2_loss"]
-    assert found["eval_loss"] == pytest.approx(mean_loss(measured.model, measured.forward, batches()), abs=1e-6)
+    assert found["eval_a_loss"] == summed_loss(measured.model, measured.forward, [first]).mean != found["eval_b-2_loss"]
+    assert found["eval_loss"] == pytest.approx(summed_loss(measured.model, measured.forward, batches()).mean, abs=1e-6)
     final = measured.over_all()
     assert final["final_eval_a_loss"] == pytest.approx(found["eval_loss"], abs=1e-6)
     assert final["final_eval_b-2_loss"] == found["eval_b-2_loss"] and len(final) == 3

@@ -11,11 +11,11 @@ import llm_pretrain
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
 from qtrain.optim import OPTIMIZERS
+from qtrain.quant import choose_linears
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.fit import RECOMPUTED, candidates
-from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.machine import planned_hardware
 from qtrain.train.settings.settings import LanguageSettings, batch_geometry
@@ -44,7 +44,14 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
     assert chosen.fits and chosen.host_bytes > 0
     asked = dataclasses.replace(checked, settings=LanguageSettings(**{**OF_7B, **FP8}))
     model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
-    linears = plan_linears(model, asked.scheme, asked.settings, head=model.lm_head, device=asked.device)
+    linears = choose_linears(
+        model,
+        asked.scheme,
+        head=model.lm_head,
+        device=asked.device,
+        quantize_head=asked.settings.quantize_lm_head,
+        min_size=asked.settings.quantize_min_size,
+    )
     grid = itertools.product(
         ({"micro_batch_size": n} for n in (1, 2, 4, 8, 16, 32)),
         ({"optim_kwargs": {"offload": offload}} for offload in (False, True)),
@@ -59,7 +66,7 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
         changed = dataclasses.replace(changed, geometry=batch_geometry(changed.settings))
         if more[0]["optim_kwargs"]["offload"]:
             changed = dataclasses.replace(changed, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
-        others.append(architecture.plan(changed, linears, hardware, (), None))
+        others.append(architecture.plan(changed, linears, hardware, None))
     assert any(other.fits for other in others) and any(not other.fits for other in others)
     assert all(other.step_seconds >= chosen.step_seconds for other in others if other.fits)
 
@@ -131,9 +138,16 @@ def test_what_it_may_keep_in_host_memory(changes, expected):
     else, and the user does not say."""
     checked, architecture = fitted(fit="off", batch_size=4, **changes)
     model = architecture.empty
-    linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
+    linears = choose_linears(
+        model,
+        checked.scheme,
+        head=model.lm_head,
+        device=checked.device,
+        quantize_head=checked.settings.quantize_lm_head,
+        min_size=checked.settings.quantize_min_size,
+    )
     hardware = planned_hardware(checked.settings, checked.device)
-    found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, (), None)))
+    found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, None)))
     assert {tuple(name for name in c.plan.host if name != "residuals") for c in found} == set(expected)
     free = changes.keys().isdisjoint({"offload"}) and "offload" not in (changes.get("optim_kwargs") or {})
     for recomputed in RECOMPUTED:

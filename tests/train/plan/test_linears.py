@@ -13,7 +13,7 @@ from qtrain.core import hardware
 from qtrain.models import Decoder, ModelConfig, build_model, read_model_source
 from qtrain.quant import LowBitLinear, describe_choices, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_jsonl
@@ -166,7 +166,7 @@ def test_a_quantized_head_needs_the_codes_of_its_logits_gradient():
     for head in (False, True):
         sizes = {"model": "qwen2.5-0.5b", "quantize": "int8", "seq_len": 1024, "batch_size": 32}
         checked = checked_of(LanguageSettings(**sizes, quantize_lm_head=head))
-        moments = language_memory(checked, config, linears_of(checked, config), None).moments
+        moments = LanguageRun(checked, config, linears_of(checked, config), None).memory().moments
         loss.append(sum(moments["the loss"].values()))
     more = loss[1] - loss[0]
     logits, weight = 8192 * 151936 * 2, 151936 * 896

@@ -13,13 +13,12 @@ from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import LinearChoice, Scheme, quantize_linears
+from qtrain.quant import LinearChoice, Scheme, choose_linears, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.assembly.assemble import freeze_embedding, trained_part
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.language_plan import language_memory, plan_language_run
-from qtrain.train.plan.linears import plan_linears
+from qtrain.train.plan.language_plan import LanguageRun, plan_language_run
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.step_time import offload_seconds
 from qtrain.train.settings.settings import LanguageSettings
@@ -37,14 +36,21 @@ def checked_of(settings: LanguageSettings, scheme: Scheme | None = None, dtype=t
 def linears_of(checked: CheckedSettings, config: ModelConfig) -> list[LinearChoice]:
     with torch.device("meta"):
         model = Decoder(config)
-    return plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=torch.device("cpu"))
+    return choose_linears(
+        model,
+        checked.scheme,
+        head=model.lm_head,
+        device=torch.device("cpu"),
+        quantize_head=checked.settings.quantize_lm_head,
+        min_size=checked.settings.quantize_min_size,
+    )
 
 
 def plan_for(
     checked: CheckedSettings, config: ModelConfig, trained: TrainedPart | None = None, hardware: Hardware = H200
 ) -> Plan:
     linears = linears_of(checked, config)
-    return plan_language_run(checked, config, linears, hardware, ("tokens of something",), trained)
+    return plan_language_run(checked, config, linears, hardware, trained)
 
 
 def plan_of(model: str = "qwen2.5-0.5b", hardware: Hardware = H200, dtype=torch.bfloat16, **changes) -> Plan:
@@ -79,11 +85,11 @@ def test_a_teacher_adds_its_weights_its_forward_pass_and_its_logits():
     config, teacher = SHAPES["qwen2.5-0.5b"], SHAPES["qwen2.5-1.5b"]
     checked = checked_of(LanguageSettings(quantize="int8", seq_len=1024, batch_size=16, n_steps=10, loss_chunks=2))
     linears = linears_of(checked, config)
-    alone, taught = (plan_language_run(checked, config, linears, H200, (), None, t) for t in (None, teacher))
+    alone, taught = (plan_language_run(checked, config, linears, H200, None, t) for t in (None, teacher))
     assert taught.flops == {**alone.flops, "teacher": pytest.approx(sum(by_hand(teacher, 1024).values()) / 3)}
     assert taught.seconds["teacher"] == pytest.approx(taught.flops["teacher"] / (H200.peak("bf16") * 1e12))
     assert taught.step_seconds > alone.step_seconds
-    memory, with_teacher = (language_memory(checked, config, linears, None, t) for t in (None, teacher))
+    memory, with_teacher = (LanguageRun(checked, config, linears, None, t).memory() for t in (None, teacher))
     assert with_teacher.weights - memory.weights == 2 * count_parameters(teacher).total
     # What its layers end with, and a chunk of its logits.
     assert with_teacher.loss - memory.loss == 2 * (16 * 1024 * teacher.hidden_size + 8 * 1024 * teacher.vocab_size)
@@ -189,7 +195,7 @@ def test_with_the_optimizer_in_backward_gradients_are_those_of_the_largest_parti
     def gradients(model: str) -> int:
         settings = LanguageSettings(model=model, batch_size=1, clip_grad_norm=0, optimizer_in_backward=True)
         checked, config = checked_of(settings), SHAPES[model]
-        return language_memory(checked, config, linears_of(checked, config), None).gradients
+        return LanguageRun(checked, config, linears_of(checked, config), None).memory().gradients
 
     shape = read_model_source("qwen2.5-7b").model_config()
     assert not shape.tie_word_embeddings and gradients("qwen2.5-7b") == 2 * shape.vocab_size * shape.hidden_size
@@ -208,7 +214,7 @@ def test_of_layers_that_are_divided_no_sums_of_gradients_are_kept_then():
         chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
         checked = checked_of(LanguageSettings(model="qwen2.5-7b", optimizer_in_backward=in_backward, **chosen))
         checked = dataclasses.replace(checked, mesh=Mesh(1, 2), reshards=True)
-        return language_memory(checked, shape, linears_of(checked, shape), None).gradients
+        return LanguageRun(checked, shape, linears_of(checked, shape), None).memory().gradients
 
     shape = read_model_source("qwen2.5-7b").model_config()
     assert gradients(False) - gradients(True) == 4 * count_parameters(shape).total // 2
@@ -263,7 +269,7 @@ def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
     trains = [p for p in model.parameters() if p.requires_grad]
     copies = trained.added_bytes(2) - trained.added_bytes(4)
     assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
-    moments = language_memory(checked, config, linears_of(checked, config), trained).moments
+    moments = LanguageRun(checked, config, linears_of(checked, config), trained).memory().moments
     assert moments["the optimizer's step"]["gradients"] == sum(p.grad.nbytes for p in trains)
     states = checked.optimizer.state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
     assert plan.memory["optimizer"] == round(states)
@@ -349,7 +355,7 @@ def test_a_frozen_linear_has_two_gemms_of_three_and_its_adapters_all_three():
 
 
 def test_the_printed_plan():
-    found = plan_of(micro_batch_size=4, n_steps=2000)
+    found = dataclasses.replace(plan_of(micro_batch_size=4, n_steps=2000), data=("tokens of something",))
     text = "\n".join(found.lines())
     for part in (
         "qwen2.5-0.5b, 494M parameters, linears in int8",
@@ -379,7 +385,7 @@ def test_memory_shrinks_with_each_flag_that_saves_it():
 
 def test_a_transformers_only_model_has_a_plan_without_figures():
     checked = checked_of(LanguageSettings(model="gpt2", model_impl="hf"))
-    found = plan_language_run(checked, None, [], H200, ("x",))
+    found = plan_language_run(checked, None, [], H200)
     assert found.efficiency(1000.0) == {"sol": None, "mfu": None} and found.parameters is None
     text = "\n".join(found.lines())
     assert "gpt2, linears in bf16" in text and "memory" not in text and "speed of light" not in text

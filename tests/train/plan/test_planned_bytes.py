@@ -22,7 +22,7 @@ from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.train.plan.test_plan import checked_of, linears_of
@@ -79,7 +79,7 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     model = Decoder(config).to(torch.bfloat16)
     one = checked.settings.weight_codes == "one"
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, one_weight_layout=one)
-    planned = language_memory(checked, model.config, linears, None)
+    planned = LanguageRun(checked, model.config, linears, None).memory()
     optimizer = checked.optimizer.build(parameter_groups(model, 0.1), 0.01)
     for p in model.parameters():
         p.grad = torch.full(p.shape, 0.01, dtype=p.dtype)
@@ -104,7 +104,7 @@ def _on_mesh(
     shape = shape | MIXTURE if ep > 1 else shape
     config = ModelConfig.from_hf(shape)
     trained = only_adapters(config, lora) if lora else None
-    planned = language_memory(checked, local_config(config, 1, ep), linears_of(checked, config), trained)
+    planned = LanguageRun(checked, local_config(config, 1, ep), linears_of(checked, config), trained).memory()
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
@@ -130,9 +130,10 @@ def _on_mesh(
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
     # As in the backward pass: a layer runs, and the next one is prefetched.
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
-    weights += parallel.kept_codes
+    weights += parallel.weights.kept_codes
     weights += [t for sharded in parallel.parameters + parallel.frozen for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
@@ -215,7 +216,7 @@ def test_planned_bytes_of_frozen_layers_in_host_memory(lora):
     checked = replace(checked, reshards=True, offload=frozenset({"weights"}))
     config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": 4})
     trained = only_adapters(config, lora)
-    planned = language_memory(checked, config, linears_of(checked, config), trained)
+    planned = LanguageRun(checked, config, linears_of(checked, config), trained).memory()
     model = build_model(
         ModelSource("small", SHAPE | {"num_hidden_layers": 4}, "--model"), dtype=torch.bfloat16, lazy=True
     )
@@ -223,7 +224,8 @@ def test_planned_bytes_of_frozen_layers_in_host_memory(lora):
     add_lora(model, lora, seed=0)
     units = decoder_units(model)
     parallel = DataParallel(model, quantized, make_mesh(1, 1, "cpu"), units=units)
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
     copies = trained.added_bytes(2) - trained.added_bytes(4)  # those of adapters in the model's dtype
@@ -250,7 +252,7 @@ def test_planned_bytes_of_trained_layers_in_host_memory(options, changes):
     checked = replace(checked, reshards=True, offload=names, optimizer=optimizer)
     shape = SHAPE | {"num_hidden_layers": 4} | changes
     config = ModelConfig.from_hf(shape)
-    planned = language_memory(checked, config, linears_of(checked, config), None)
+    planned = LanguageRun(checked, config, linears_of(checked, config), None).memory()
     model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, lazy=True)
     quantize_head = checked.settings.quantize_lm_head
     head = {"head": model.lm_head, "quantize_head": quantize_head}
@@ -276,7 +278,8 @@ def test_planned_bytes_of_trained_layers_in_host_memory(options, changes):
     states = [t for p, state in built.state.items() for key, t in state.items() if key not in ON_HOST]
     on_host = held([bucket.transfers[0][0] for bucket in update._buckets])
     assert planned.optimizer == pytest.approx(held([*states, *update._stages]) - on_host, rel=0.01)
-    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    if parallel.full_shard is not None:
+        parallel.full_shard.gather(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
     assert planned.weights == pytest.approx(on_device, rel=0.02)

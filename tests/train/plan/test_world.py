@@ -39,7 +39,7 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
     checked = checked_of(LanguageSettings(**{**chosen, **options}))
     hardware = planned_hardware(checked.settings, checked.device)
     linears = linears_of(checked, local_config(config, checked.settings.tp, 1))
-    return plan_language_run(checked, config, linears, hardware, ()).world
+    return plan_language_run(checked, config, linears, hardware).world
 
 
 # ---- against measurements --------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_the_planned_step_is_one_that_was_measured_afterwards(model, world, opti
 
 def test_computation_is_slower_than_light_by_the_given_fraction_and_recomputes():
     plan = world_of("qwen2.5-7b", 8, sol=0.5, **FP8)
-    assert plan.sol == 0.5 and plan.sol_source == "--sol"
+    assert plan.work.sol == 0.5 and plan.work.sol_source == "--sol"
     assert world_of("qwen2.5-7b", 8, sol=0.25, **FP8).compute == pytest.approx(2 * plan.compute)
     again = world_of("qwen2.5-7b", 8, sol=0.5, activation_checkpointing="full", **FP8).compute / plan.compute
     assert 1.25 < again < 4 / 3  # all but the head
@@ -193,7 +193,7 @@ def test_weights_stay_in_the_machine_that_holds_the_shard_group():
 
 def test_the_table_keeps_the_work_of_a_gpu():
     plan = world_of("qwen2.5-7b", 48, gpus_per_node=4, micro_batch_size=8, **FP8)
-    assert plan.samples == 32 * 1024
+    assert plan.work.samples == 32 * 1024
     assert [mesh.world for mesh in plan.meshes()] == [1, 2, 4, 8, 16, 32, 48, 64, *(2**n for n in range(7, 13))]
     steps = [plan.step(mesh) for mesh in plan.meshes()]
     assert {step.compute for step in steps} == {plan.compute} and steps[0].efficiency == 1
@@ -350,6 +350,6 @@ def test_one_gpu_of_a_world_is_the_plan_of_one_process():
     checked = checked_of(LanguageSettings(seq_len=1024, batch_size=32, gpu="h200", dry_run=True, **FP8))
     config = read_model_source("qwen2.5-0.5b").model_config()
     hardware = planned_hardware(checked.settings, checked.device)
-    alone = plan_language_run(checked, config, linears_of(checked, config), hardware, ())
+    alone = plan_language_run(checked, config, linears_of(checked, config), hardware)
     assert alone.world is None and plan.memory_on(Mesh(), False).kinds == alone.memory
     assert plan.memory_on(Mesh(1, 8), False).kinds != alone.memory

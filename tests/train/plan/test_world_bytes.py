@@ -259,7 +259,7 @@ def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quan
     settings = LanguageSettings(gpu="h200", dry_run=True, world_size=2, **options)
     checked = checked_of(settings, scheme)
     linears, hardware = linears_of(checked, config), planned_hardware(settings, checked.device)
-    plan = plan_language_run(checked, config, linears, hardware, (), only_adapters(config, lora)).world
+    plan = plan_language_run(checked, config, linears, hardware, only_adapters(config, lora)).world
     costs = plan.step(plan.mesh).costs
     assert plan.step(plan.mesh).reshards
     assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)

@@ -82,7 +82,7 @@ def train(
     quantized.track_versions(optimizer)
     share_amax(optimizer, quantized, parallel)
     forward, same = language_forward(model, None), {"parallel": parallel}
-    graphs = StepGraphs(model, forward, quantized, parallel) if graphed else None
+    graphs = StepGraphs(forward, quantized, parallel) if graphed else None
     seen = []
     for step in range(STEPS if reassigned is None else 2 * STEPS):
         if reassigned is not None and step == WARM_UP + 2:
@@ -287,11 +287,12 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs(caplog):
         sums = inner(batch)
         return sums._replace(loss=Waiting.apply(sums.loss))
 
-    graphs = StepGraphs(model, forward, quantized)
+    parallel = DataParallel(model, quantized, Mesh())
+    graphs = StepGraphs(forward, quantized, parallel)
     losses = []
     for _ in range(WARM_UP + 3):
         model.zero_grad(set_to_none=True)
-        losses.append(compute_gradients(model, forward, quantized, batches(0, 1), 0, graphs).loss)
+        losses.append(compute_gradients(model, forward, quantized, batches(0, 1), 0, graphs, parallel=parallel).loss)
         graphs.refresh()
     assert len(set(losses)) == 1
     assert "cannot be captured" in caplog.text

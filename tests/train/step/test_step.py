@@ -10,7 +10,7 @@ from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
-from qtrain.train.eval.language import mean_loss
+from qtrain.train.eval.language import summed_loss
 from qtrain.train.step.forward import document_ids, language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.system import TINY
@@ -213,7 +213,7 @@ def test_evaluation_is_the_mean_over_all_tokens_of_unequal_batches_and_has_no_si
 
     for training in (True, False):
         model.train(training)
-        assert mean_loss(model, watched, batches) == pytest.approx(expected, rel=1e-5)
+        assert summed_loss(model, watched, batches).mean == pytest.approx(expected, rel=1e-5)
         assert model.training is training
     assert set(modes) == {(False, False)} and all(p.grad is None for p in model.parameters())
-    assert mean_loss(model, forward, []) == 0.0
+    assert summed_loss(model, forward, []).mean == 0.0

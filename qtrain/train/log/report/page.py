@@ -3,7 +3,6 @@
 A content security policy in the page holds that: a browser refuses every request, whatever the data say.
 """
 
-import html
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -167,8 +166,3 @@ def _heat_map(heat: HeatMap) -> str:
         f'<span class="high"></span></span></div><p class="sr about" role="status"></p>'
         f"{_place(f'heat-{heat.key}')}</figure>{_data(f'heat-{heat.key}', json.dumps(heat.data()))}"
     )
-
-
-def plain(text: str) -> str:
-    """A paragraph."""
-    return f"<p>{html.escape(text)}</p>"

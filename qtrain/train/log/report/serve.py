@@ -2,7 +2,6 @@
 reloads when that has changed."""
 
 import http.server
-import socketserver
 from pathlib import Path
 
 from qtrain.core.errors import UserError
@@ -13,11 +12,9 @@ HOST = "127.0.0.1"
 FILES = ("metrics.jsonl", "health.jsonl", "config.json", "train.log")
 
 
-class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+class ReportServer(http.server.ThreadingHTTPServer):
     """Serves `/`, the page, and `/version`, a text that changes when a file of the run does."""
 
-    # A connection that is still open must not delay Ctrl-C.
-    daemon_threads = True
     allow_reuse_address = False  # a port that another server has is refused
 
     def __init__(self, run_dir: Path, port: int):

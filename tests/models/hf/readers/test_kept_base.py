@@ -18,7 +18,7 @@ from qtrain.quant import LowBitLinear, QuantizedModel, quantize_linears
 from qtrain.quant.schemes.frozen_base import keeping_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.language_plan import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.models.hf.codes_reader import load_tensors, read_matrix
 from tests.models.hf.readers.coded import change, matrices, read_nf4, split, write_coded
@@ -170,7 +170,7 @@ def test_a_build_takes_the_model_and_one_matrix(fmt, tmp_path):
     config, checked = source.model_config(), checked_of(LanguageSettings(pretrained=True), scheme)
     checked = dataclasses.replace(checked, dtype=torch.bfloat16)
     trained = only_adapters(config, Lora(r=1))
-    planned = sum(language_memory(checked, config, linears_of(checked, config), trained).build.values())
+    planned = sum(LanguageRun(checked, config, linears_of(checked, config), trained).memory().build.values())
     with PeakBytes() as counted:
         model, _, _ = built(tmp_path / "hf", dtype=torch.bfloat16)
     tensors = [*model.parameters(), *model.buffers()]
