@@ -64,6 +64,8 @@ class HealthMonitor:
         self._steps: deque[float] = deque(maxlen=32)
         """Seconds of the latest steps without a sample."""
         self._before: float | None = None
+        self._first = True
+        """Whether this process has taken no sample yet."""
         self._ranks = SampleRanks(run.model, run.quantized, run.parallel)
         self._sampler: Sampler | MaybeNone = Sampler(run.model, run.quantized, forward, self._ranks)
         self._faults: dict[str, _Fault] = {}
@@ -104,7 +106,9 @@ class HealthMonitor:
                 schemes = {name: scheme_of(spec, "--health_fallback") for name, spec in moves.items()}
                 self._run.parallel.reassign(self._run.model, schemes)
             self._agree_on_balance()
-        if self._stretches and self._steps and self._sampler is not None and (together or rank() == 0):
+        # The first sample compiles its kernels, which no later one does: it does not tell what a sample costs.
+        first, self._first = self._first, False
+        if self._stretches and not first and self._steps and self._sampler is not None and (together or rank() == 0):
             times = time.perf_counter() - now, statistics.median(self._steps)
             self._stretch(*self._ranks.agree(lambda: times))
         # The time of the sample is no part of the next step's.
