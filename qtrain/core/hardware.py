@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -321,10 +321,7 @@ def _cpu_peaks(threads: int) -> dict[str, float]:
 
 def _one_thread_peaks() -> dict[str, float]:
     """The best of many small products, in rounds over MEASURE_SECONDS."""
-    threads = torch.get_num_threads()
-    if threads > 1:
-        torch.set_num_threads(1)
-    try:
+    with one_thread():
         products, rates = _products(512, torch.device("cpu")), {}
         for _ in range(ROUNDS):
             for name, product in products.items():
@@ -335,6 +332,17 @@ def _one_thread_peaks() -> dict[str, float]:
                         break
         rates["int8"] = max(rates["int8"], rates["fp32"])  # `int8_mm` multiplies in fp32 where that is faster
         return rates
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations on the CPU inside run in the calling thread alone. Where others use the cores, or there are fewer than
+    OpenMP has threads, small ones that are split take 4 to 40 times as long."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
     finally:
         if threads > 1:
             torch.set_num_threads(threads)

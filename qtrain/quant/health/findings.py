@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.core.hardware import one_thread
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant.choices import LinearChoice, decide
@@ -195,16 +196,21 @@ def expected(scheme: LowBitScheme, name: TensorName) -> Expected:
     """On a CPU, once a scheme."""
     key = scheme, scheme.rounds(name), name  # what rounds is no field where the scheme is a head's
     if key not in _expected:
-        # Large enough for several blocks and scale groups; the fixed seed gives all runs the same bounds.
-        data = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-        philox = torch.zeros(3, dtype=torch.int64)  # RNG key of stochastic rounding
-        if name == "w":
-            operands = quantize_weight(WeightRequest(scheme, data, philox))
-        else:
-            operands = quantize_operands(data, OperandRequest(scheme, name, key=philox))
-        rows, columns = (_measured(data, operand) for operand in operands)
-        _expected[key] = Expected(rows, rows if columns is None else columns)
+        with one_thread():  # a hundred small operations
+            _expected[key] = _measured_on_gaussian(scheme, name)
     return _expected[key]
+
+
+def _measured_on_gaussian(scheme: LowBitScheme, name: TensorName) -> Expected:
+    # Large enough for several blocks and scale groups; the fixed seed gives all runs the same bounds.
+    data = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    philox = torch.zeros(3, dtype=torch.int64)  # RNG key of stochastic rounding
+    if name == "w":
+        operands = quantize_weight(WeightRequest(scheme, data, philox))
+    else:
+        operands = quantize_operands(data, OperandRequest(scheme, name, key=philox))
+    rows, columns = (_measured(data, operand) for operand in operands)
+    return Expected(rows, rows if columns is None else columns)
 
 
 def _measured(data: Tensor, operand: Operand | None) -> dict[str, float] | MaybeNone:
