@@ -17,11 +17,12 @@ from typing import Any
 
 from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.train_step import CellSettings
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
 from qtrain.core.process import run_script
-from qtrain.models import Lora
+from qtrain.models import as_lora
 from qtrain.train.assembly.assemble import trained_part
 from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
@@ -34,14 +35,14 @@ from qtrain.train.settings.settings import Count, LanguageSettings
 
 TOKENS = 2**19
 FULL = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
-METHODS: dict[str, tuple[Mapping[str, Any], Lora | None]] = {
-    "full, FP8": (FULL, None),
-    "full, FP8, 8-bit states": ({**FULL, "optim": "adamw_8bit"}, None),
-    "LoRA, bf16 base": ({}, Lora()),
-    "LoRA, fp8 base": ({}, Lora(base="fp8")),
-    "LoRA, nf4 base": ({}, Lora(base="nf4")),
+METHODS: dict[str, Mapping[str, Any]] = {
+    "full, FP8": FULL,
+    "full, FP8, 8-bit states": {**FULL, "optim": "adamw_8bit"},
+    "LoRA, bf16 base": {"lora": {}},
+    "LoRA, fp8 base": {"lora": {"base": "fp8"}},
+    "LoRA, nf4 base": {"lora": {"base": "nf4"}},
 }
-"""Name -> settings and adapters. In INT8 where the card has no FP8."""
+"""Name -> settings. In INT8 where the card has no FP8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,9 @@ def resource_table(settings: ResourceSettings) -> Table:
 
 def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, LanguageSettings] | None:
     """What `--fit auto` chooses, and its plan; None: nothing fits."""
-    chosen, lora = _on_card(method, card)
     run = {"model": model, "gpu": card, "seq_len": seq_len, "batch_size": TOKENS // seq_len, "dry_run": True}
-    settings = LanguageSettings(**run, compile=True, fit="auto", **chosen)
+    settings = CellSettings(**run, compile=True, fit="auto", **_on_card(METHODS[method], card))
+    lora = None if settings.lora is None else as_lora(settings.lora)
     checked = check_settings(settings, "resources", frozen_base(lora, settings))
     architecture = _architecture(model, seq_len)
     trained = trained_part(architecture.config, lora, False, checked.dtype)
@@ -103,14 +104,13 @@ def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, Lan
     return prepare(fitted, architecture, (), trained).plan, fitted.language
 
 
-def _on_card(method: str, card: str) -> tuple[dict[str, Any], Lora | None]:
-    """A method's settings and adapters on a card, which may lack FP8."""
-    chosen, lora = METHODS[method]
+def _on_card(settings: Mapping[str, Any], card: str) -> Mapping[str, Any]:
+    """A method's settings on a card, which may lack FP8."""
     if not datasheet_hardware(card).emulates("fp8"):
-        return dict(chosen), lora
-    if lora is not None:
-        return dict(chosen), dataclasses.replace(lora, base="int8") if lora.base == "fp8" else lora
-    return {**chosen, "quantize": "int8", "quantize_kwargs": None}, None
+        return settings
+    if "lora" not in settings:
+        return {**settings, "quantize": "int8", "quantize_kwargs": None}
+    return {"lora": {"base": "int8"}} if settings["lora"].get("base") == "fp8" else settings
 
 
 @functools.cache
