@@ -55,7 +55,10 @@ SCHEDULES = [
         schedule([0.5, "int8"], quantize_kwargs={"stochastic_rounding": True}),
         "--quantize_kwargs: they are options of --quantize, and the entries of --quantize_schedule have their own",
     ),
-    (schedule([0.5, "qat"], quantize_min_size=999), "'qat' quantizes none of the model's 9 linears"),
+    (
+        schedule([0.5, "qat"], quantize_min_size=999),
+        "--quantize_schedule: 'qat' quantizes none of the model's 9 linears",
+    ),
     (
         {"resume": "RUN", **schedule([4, "bitnet"])},
         "That run had --quantize_schedule None, not [[0, 'bf16'], [4, 'bitnet']]",

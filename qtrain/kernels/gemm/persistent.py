@@ -45,6 +45,7 @@ class Tiling:
 
 
 def by_name(*tilings: Tiling) -> dict[str, Tiling]:
+    """A dispatch's candidates, in this order."""
     return {tiling.name: tiling for tiling in tilings}
 
 

@@ -95,9 +95,11 @@ def prepare(
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
 
 
-def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[CheckedSettings, list[LinearChoice]]:
+def _resolved(
+    checked: CheckedSettings, architecture: Architecture, flag: str = "--quantize"
+) -> tuple[CheckedSettings, list[LinearChoice]]:
     """The map of schemes in force, that of a checkpoint included, and what it does to each linear. UserError for one
-    that asks for what no linear can do."""
+    that asks for what no linear can do. flag: what names the scheme."""
     model, settings = architecture.empty, checked.settings
     planned = functools.partial(
         choose_linears,
@@ -111,7 +113,7 @@ def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[Che
     linears = planned(checked.scheme)
     if not checked.phases:
         check_overrides(linears, checked.scheme)
-        refuse_no_swap(linears, checked.scheme, settings.quantize)
+        refuse_no_swap(linears, checked.scheme, settings.quantize, flag)
     resumed = resumed_map(checked, linears)
     if resumed is not checked:
         linears = planned(resumed.scheme)
@@ -120,7 +122,7 @@ def _resolved(checked: CheckedSettings, architecture: Architecture) -> tuple[Che
 
 def _linears_of_phases(checked: CheckedSettings, architecture: Architecture) -> list[list[LinearChoice]]:
     """What each phase of --quantize_schedule does to the linears. UserError for one that asks for what none can do."""
-    return [_resolved(_alone(checked, phase), architecture)[1] for phase in checked.phases]
+    return [_resolved(_alone(checked, phase), architecture, "--quantize_schedule")[1] for phase in checked.phases]
 
 
 def _alone(checked: CheckedSettings, phase: Phase) -> CheckedSettings:

@@ -23,15 +23,18 @@ from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.recorded_map import changed_schemes
 
+FIX = {"--quantize": "--quantize bf16", "--quantize_schedule": '"bf16" in its place'}
+"""By the flag that names a scheme: what stays in high precision."""
 
-def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str) -> None:
-    """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision. quantize: what
-    --quantize says."""
+
+def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str, flag: str = "--quantize") -> None:
+    """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision. quantize: its
+    name, as `flag` says it."""
     scheme = scheme.root
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
     # A scheme with a name is that of a frozen base; --quantize's has none.
-    flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else ("--quantize", "--quantize bf16")
+    flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else (flag, FIX[flag])
     raise UserError(
         f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} {layers_text(linears)}: "
         f"{_reasons(linears) or 'it has none'}. Change that, or stay in high precision with {fix}."
