@@ -35,7 +35,7 @@ from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 
 GIB = 2**30

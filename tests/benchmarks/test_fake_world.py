@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks import fake_world
 from benchmarks.fake_world import Bytes, compare, difference
-from qtrain.train.plan import language_plan
+from qtrain.train.plan import language_run
 from qtrain.train.settings.settings import LanguageSettings
 from tests.system import write_model
 
@@ -44,7 +44,7 @@ def test_ranks_of_a_world_hold_what_is_planned(tmp_path, options):
 
 def test_a_plan_of_equal_shares_is_found_to_be_wrong(tmp_path, monkeypatch):
     model = write_model(tmp_path / "tiny.json", **SHAPE)
-    monkeypatch.setattr(language_plan, "fullest_share", lambda shapes, shards, needs_whole: 1 / shards)
+    monkeypatch.setattr(language_run, "fullest_share", lambda shapes, shards, needs_whole: 1 / shards)
     (found,) = differences(settings_of(model, 60), 0)
     assert "differ by" in found
 

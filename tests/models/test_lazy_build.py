@@ -12,7 +12,7 @@ from qtrain.models.cost.trained import only_adapters
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.lazy import plain_tensors
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.models.families import source_of
 from tests.peak_bytes import PeakBytes

@@ -20,7 +20,7 @@ from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.quant import quantize_linears
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.peak_bytes import PeakBytes

@@ -13,7 +13,7 @@ from qtrain.core import hardware
 from qtrain.models import Decoder, ModelConfig, build_model, read_model_source
 from qtrain.quant import LowBitLinear, describe_choices, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_jsonl

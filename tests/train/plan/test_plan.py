@@ -18,7 +18,8 @@ from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.assembly.assemble import freeze_embedding, trained_part
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.language_plan import LanguageRun, plan_language_run
+from qtrain.train.plan.language_plan import plan_language_run
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.step_time import offload_seconds
 from qtrain.train.settings.settings import LanguageSettings

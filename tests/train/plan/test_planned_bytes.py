@@ -22,7 +22,7 @@ from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.train.plan.test_plan import checked_of, linears_of

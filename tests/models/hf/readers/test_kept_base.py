@@ -18,7 +18,7 @@ from qtrain.quant import LowBitLinear, QuantizedModel, quantize_linears
 from qtrain.quant.schemes.frozen_base import keeping_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.plan.language_plan import LanguageRun
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.settings.settings import LanguageSettings
 from tests.models.hf.codes_reader import load_tensors, read_matrix
 from tests.models.hf.readers.coded import change, matrices, read_nf4, split, write_coded

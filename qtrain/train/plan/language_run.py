@@ -1,0 +1,270 @@
+"""A run of qtrain's own decoder, as its plan counts it: what a rank keeps in memory, and moves between products."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from qtrain.models import ModelConfig
+from qtrain.models.cost.memory import ONE_GPU, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.parameters import (
+    ParameterGroup,
+    count_parameters,
+    flops_per_token,
+    layer_index,
+    layer_linears,
+    linear_key,
+)
+from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_traffic import between_products
+from qtrain.models.cost.teacher import with_teacher
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
+from qtrain.optim import ParameterShape
+from qtrain.parallel.layers.exchange import spanning_scales
+from qtrain.parallel.mesh import Mesh
+from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
+from qtrain.quant.gemm_table import is_dequantized
+from qtrain.quant.weight_codes import reads_codes_only, wire_format
+from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.scheme_bytes import (
+    adapter_passes,
+    code_bytes,
+    kept_input_bytes,
+    operand_code_bytes,
+    other_layout_bytes,
+    quantizer_bytes,
+    weight_bytes,
+)
+from qtrain.train.plan.sharding import fullest_share
+from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
+from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
+from qtrain.train.settings.settings import LanguageSettings
+
+
+@dataclass(frozen=True)
+class LanguageRun:
+    """A run of qtrain's own decoder, as its plan counts it."""
+
+    checked: CheckedSettings
+    config: ModelConfig
+    """With --tp and --ep, for the memory of one rank, of its part; that --tp shards the tokens too is not counted."""
+    linears: Sequence[LinearChoice]
+    trained: TrainedPart | None = None
+    """What trains, where not everything does."""
+    teacher: ModelConfig | None = None
+    """Of --distill."""
+
+    @property
+    def settings(self) -> LanguageSettings:
+        return self.checked.language
+
+    @property
+    def adapters(self) -> Sequence[AdaptedLinear]:
+        return self.trained.adapters if self.trained else ()
+
+    @property
+    def step_shape(self) -> StepShape:
+        settings, checked = self.settings, self.checked
+        return StepShape(
+            micro_batch_size=checked.geometry.micro_batch_size,
+            seq_len=settings.seq_len,
+            element=checked.dtype.itemsize,
+            recompute=recompute_kinds(settings),
+            compiled=settings.compile,
+            loss_chunks=settings.loss_chunks,
+            accumulates=checked.geometry.gradient_accumulation > 1,
+            in_backward=settings.optimizer_in_backward,
+            residuals_on_host="residuals" in checked.offload,
+            weights_on_host="weights" in checked.offload,
+            gradients_on_host="gradients" in checked.offload,
+            mlp_chunks=settings.mlp_chunks,
+            documents=settings.doc_mask or _packs_examples(settings),
+            sequence_parts=settings.cp,
+        )
+
+    def between_products(self) -> BetweenProducts:
+        """Bytes between products; those of a run in full, too, of which speeds were measured."""
+        step, adapters, plain = self.step_shape, self.adapters, replace(self.step_shape, recompute=frozenset())
+        in_full = replace(self, trained=None).low_bit if adapters else self.low_bit
+        run = between_products(self.config, step, self.low_bit, adapters)
+        if self.teacher is not None:  # a forward pass: a third, as `token_seconds` divides them
+            run += between_products(self.teacher, plain, LowBitBytes.plain(step.element)) / 3
+        return BetweenProducts(
+            run=run,
+            measured=between_products(self.config, plain, in_full),
+            flops=flops_by_kind(self.config, MEASURED_SEQUENCE),
+        )
+
+    def memory(self) -> MemoryEstimate:
+        """Bytes by kind at each moment of a step."""
+        checked, model_config, adapted = self.checked, self.config, bool(self.adapters)
+        trained = self.trained or all_of(model_config, checked.dtype.itemsize)
+        # Optimizer states of weights stored in low bits have no fp32 master.
+        stored: Counter[tuple[int, ...]] = Counter(
+            linear.shape for linear in self.linears if linear.stored and not linear.is_head and not adapted
+        )
+        moved = "gradients" in checked.offload
+
+        def comes_and_goes(found: ParameterGroup) -> bool:
+            """A tied embedding does not."""
+            return len(found.shape) > 1 and (found.hidden or not model_config.tie_word_embeddings)
+
+        shapes = []
+        for found in trained.shapes:
+            in_low_bits = min(stored[found.shape], found.count) if found.hidden else 0
+            stored[found.shape] -= in_low_bits
+            shapes += [
+                ParameterShape(*found._replace(count=count), stored=is_stored, on_host=moved and comes_and_goes(found))
+                for count, is_stored in ((in_low_bits, True), (found.count - in_low_bits, False))
+                if count
+            ]
+        optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
+        codes_only = {linear.shape for linear in self.linears if _codes_only(linear, adapted)}
+        estimate = estimate_memory(
+            model_config,
+            self.step_shape,
+            optimizer_bytes=optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
+            host_bytes=optimizer.host_bytes(shapes, trained.element),
+            step_bytes=optimizer.step_bytes(shapes, trained.element, partitioned=partitioned),
+            pretrained=checked.settings.pretrained,
+            low_bit=self.low_bit,
+            trained=trained,
+            share=self._rank_share(shapes, codes_only),
+            reshards=checked.reshards,
+            whole_matrices=optimizer.needs_whole(hidden=True),
+        )
+        return estimate if self.teacher is None else with_teacher(estimate, self.teacher, self.step_shape)
+
+    @cached_property
+    def low_bit(self) -> LowBitBytes:
+        """Bytes of the linears of every layer."""
+        checked, model_config = self.checked, self.config
+        element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
+        context = checked.settings.cp > 1
+        in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
+        for linear in self.linears:
+            if not linear.is_head:
+                scheme = linear.in_one_layout if one else linear.scheme
+                in_layers.setdefault(layer_index(linear.name), {})[linear_key(linear.name)] = scheme
+        layers = [in_layers[index] for index in sorted(in_layers)]
+        # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
+        adapted, columns = bool(self.adapters), {a.name: a.columns for a in self.adapters}
+        frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
+        head = next((linear.in_one_layout if one else linear.scheme for linear in self.linears if linear.is_head), None)
+
+        def of_layer(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
+            # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
+            # Of a mixture the experts decide, which are most of the layer.
+            main = "experts." if "experts.gate_up" in schemes else ""
+            up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
+            in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
+            # Fused kernels know no scale that covers other ranks' tokens.
+            fused = in_one_function and not (context and (spanning_scales(down, "x") or spanning_scales(up, "dy")))
+            rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
+            return LowBitBytes(
+                layer={
+                    name: _linear_bytes(
+                        scheme, element, columns.get(name, 0), adapted, frozen_in_full or _is_whole(checked.mesh, name)
+                    )
+                    for name, scheme in schemes.items()
+                },
+                head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full),
+                down_input_recomputed=rowwise,
+                swiglu_codes=rowwise or bool(fused and writes_swiglu_codes(down, "x")),
+                gate_up_8bit="gate_up" in kept_8bit(checked.settings),
+            )
+
+        kinds = {key: scheme for layer in layers for key, scheme in layer.items()}
+        if all(kinds[key] == scheme for layer in layers for key, scheme in layer.items()):
+            return of_layer(kinds)
+        return replace(of_layer(kinds), layers=tuple(map(of_layer, layers)))
+
+    def _rank_share(self, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]) -> RankShare:
+        """What the fullest rank holds; where one process has layers in host memory, nothing of them. codes_only:
+        shapes of the weights of which ranks hold codes and a master."""
+        checked, of_experts = self.checked, expert_shapes(self.config)  # sharded over fewer ranks with --ep
+        mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
+        if checked.reshards and mesh.shard == 1:
+            trained = 0.0 if "gradients" in checked.offload else 1.0
+            return ONE_GPU._replace(masters=trained, experts=0.0, others=0.0)
+        # Parameters of which a rank keeps a master besides what the layers read.
+        apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
+
+        def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
+            """Of experts and of all others. whole: the share of what is not sharded."""
+            experts, others = ([s for s in chosen if (s.shape in of_experts) == kind] for kind in (True, False))
+            own = whole if _is_whole(mesh) else fullest_share(experts, mesh.expert_mesh.shard, needs_whole)
+            return own, fullest_share(others, mesh.shard, needs_whole)
+
+        def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
+            if mesh.expert_mesh is None:
+                return fullest_share(chosen, mesh.shard, needs_whole)
+            own, of_others = of_kinds(chosen, whole)
+            held = sum(s.elements * (own if s.shape in of_experts else of_others) for s in chosen)
+            return held / max(sum(s.elements for s in chosen), 1)
+
+        # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.
+        # Experts that are not sharded further keep their gradients, as all else does without shards.
+        gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
+        states = fullest(shapes)
+        own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
+        return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
+
+
+def flops_by_kind(model_config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Per token."""
+    found = flops_per_token(model_config, seq_len)
+    return {"blocks": found.blocks, "head": found.head, "attention": found.attention}
+
+
+def expert_shapes(model_config: ModelConfig) -> set[tuple[int, ...]]:
+    """Of the matrices of one expert."""
+    return {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
+
+
+def _packs_examples(settings: LanguageSettings) -> bool:
+    """Whether instructions or chats share sequences, as documents of their own."""
+    kind = (settings.train_ds or {}).get("type")
+    return kind in ("instruct", "chat") and getattr(settings, "seq_len_multiple", 0) == 0
+
+
+def _codes_only(linear: LinearChoice, adapted: bool) -> bool:
+    """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
+    return linear.scheme is not None and reads_codes_only(linear.scheme) and not adapted
+
+
+def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
+    """Whether a rank's part of the linear `key` is not sharded further, though all else is."""
+    return key.startswith("experts.") and mesh.expert_mesh is not None and mesh.expert_mesh.shard == 1
+
+
+def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool) -> LinearBytes:
+    """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
+    nothing; its adapters keep the input itself. in_full: it keeps the weight as well as codes of it."""
+    passes = adapter_passes(scheme, columns) if columns else 0.0
+    if scheme is None:
+        return LinearBytes(element, adapter_passes=passes)
+    kept = kept_input_bytes(scheme, element)
+    wire = wire_format(scheme)
+    operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
+    read = [
+        element if other is None or is_dequantized(other, w) else float(w.fmt == "nf4")
+        for other, w in operands
+        if w is not None
+    ]
+    made = other_layout_bytes(scheme)
+    return LinearBytes(
+        weight=weight_bytes(scheme, element),
+        codes=code_bytes(scheme),
+        kept_input=None if adapted or kept == element else kept,
+        codes_only=reads_codes_only(scheme) and not in_full,
+        wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
+        temporary=max(*read, made.kept, 0.0),
+        remade=made.moved,
+        x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
+        dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
+        dy_codes=operand_code_bytes(scheme, "dy", frozen=adapted),
+        adapter_passes=passes,
+    )
