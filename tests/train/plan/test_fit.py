@@ -42,7 +42,7 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
     checked, architecture = fitted()
     chosen = plan_of(checked, architecture)
     assert chosen.fits and chosen.host_bytes > 0
-    asked = dataclasses.replace(checked, settings=LanguageSettings(**{**OF_7B, **FP8}))
+    asked = dataclasses.replace(checked, settings=LanguageSettings(**OF_7B, **FP8, n_steps=checked.settings.n_steps))
     model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
     linears = choose_linears(
         model,
@@ -106,9 +106,9 @@ def test_what_is_given_stays(case):
 @pytest.mark.parametrize(
     ("limit", "changes", "expected"),
     [
-        (64, {}, {"mlp_chunks": 4, "weight_codes": "both"}),
+        (56, {}, {"mlp_chunks": 4, "weight_codes": "both"}),
         (52, {}, {"mlp_chunks": 4, "weight_codes": "one"}),
-        (60, {"quantize": "int8", "quantize_kwargs": None}, {"mlp_chunks": 8, "weight_codes": "both"}),
+        (56, {"quantize": "int8", "quantize_kwargs": None}, {"mlp_chunks": 8, "weight_codes": "both"}),
     ],
     ids=str,
 )
