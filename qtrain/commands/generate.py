@@ -162,8 +162,17 @@ def generate(settings: GenerateSettings) -> None:
             Chat(model, reader, decoding, stops).run(totals)
         else:
             records = None if settings.json is None else user_path(settings.json, "--json")
-            output, how = Output(_names(given, settings.samples), records), (settings.samples, settings.batch_size)
-            write_texts(model, tokenizer, decoding, stops, prompts, output, totals, *how)
+            write_texts(
+                model,
+                tokenizer,
+                prompts,
+                Output(_names(given, settings.samples), records),
+                totals,
+                decoding=decoding,
+                stops=stops,
+                samples=settings.samples,
+                batch_size=settings.batch_size,
+            )
     print(totals.line(), file=sys.stderr)
 
 

@@ -50,11 +50,12 @@ class Totals:
 def write_texts(
     model: nn.Module,
     tokenizer: Tokenizer,
-    decoding: Decoding,
-    stops: Sequence[str],
     prompts: Sequence[Prompt],
     output: "Output",
     totals: Totals,
+    *,
+    decoding: Decoding,
+    stops: Sequence[str],
     samples: int,
     batch_size: int,
 ) -> None:

@@ -23,8 +23,12 @@ from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.recorded_map import changed_schemes
 
-FIX = {"--quantize": "--quantize bf16", "--quantize_schedule": '"bf16" in its place'}
-"""By the flag that names a scheme: what stays in high precision."""
+_IN_HIGH_PRECISION = {
+    "--quantize": "--quantize bf16",
+    "--quantize_schedule": '"bf16" in its place',
+    "--lora.base": '"base":"dense"',
+}
+"""By the flag that names a scheme: what stays in high precision instead."""
 
 
 def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str, flag: str = "--quantize") -> None:
@@ -34,10 +38,10 @@ def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: st
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
     # A scheme with a name is that of a frozen base; --quantize's has none.
-    flag, fix = ("--lora.base", '"base":"dense"') if scheme.name else (flag, FIX[flag])
+    flag = "--lora.base" if scheme.name else flag
     raise UserError(
         f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} {layers_text(linears)}: "
-        f"{_reasons(linears) or 'it has none'}. Change that, or stay in high precision with {fix}."
+        f"{_reasons(linears) or 'it has none'}. Change that, or stay in high precision with {_IN_HIGH_PRECISION[flag]}."
     )
 
 

@@ -2,8 +2,8 @@
 
 A row that contradicts the rest of the command line is refused, before anything is allocated. One that only lacks
 something here, such as the GPU that a recipe was written for, is answered by a line of the plan. The documentation has
-the table. What depends on a model's numbers, such as whether --tp divides its heads,
-is checked where its config has been read.
+the table. What depends on a model's numbers, such as whether --tp divides its heads, is checked where its config has
+been read.
 """
 
 import dataclasses

@@ -11,7 +11,6 @@ import llm_pretrain
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
 from qtrain.optim import OPTIMIZERS
-from qtrain.quant import choose_linears
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
@@ -43,15 +42,8 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
     chosen = plan_of(checked, architecture)
     assert chosen.fits and chosen.host_bytes > 0
     asked = dataclasses.replace(checked, settings=LanguageSettings(**OF_7B, **FP8, n_steps=checked.settings.n_steps))
-    model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
-    linears = choose_linears(
-        model,
-        asked.scheme,
-        head=model.lm_head,
-        device=asked.device,
-        quantize_head=asked.settings.quantize_lm_head,
-        min_size=asked.settings.quantize_min_size,
-    )
+    hardware = planned_hardware(asked.settings, asked.device)
+    linears = prepare(asked, architecture, ()).linears
     grid = itertools.product(
         ({"micro_batch_size": n} for n in (1, 2, 4, 8, 16, 32)),
         ({"optim_kwargs": {"offload": offload}} for offload in (False, True)),
@@ -137,15 +129,7 @@ def test_what_it_may_keep_in_host_memory(changes, expected):
     """States one after the other, then layers and their gradients; layers' inputs where recomputation keeps nothing
     else, and the user does not say."""
     checked, architecture = fitted(fit="off", batch_size=4, **changes)
-    model = architecture.empty
-    linears = choose_linears(
-        model,
-        checked.scheme,
-        head=model.lm_head,
-        device=checked.device,
-        quantize_head=checked.settings.quantize_lm_head,
-        min_size=checked.settings.quantize_min_size,
-    )
+    linears = prepare(checked, architecture, ()).linears
     hardware = planned_hardware(checked.settings, checked.device)
     found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, None)))
     assert {tuple(name for name in c.plan.host if name != "residuals") for c in found} == set(expected)
