@@ -4,6 +4,7 @@ Without Triton (no Linux, no GPU) kernels can be defined, and only a launch fail
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,11 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # Inductor sets this variable when it first compiles a kernel itself, if nobody has: kernels before that would be
+    # cached in one folder and those after it in another, and the next process, with Inductor's code cached, would look
+    # for all in the first and compile them again.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 except ImportError:
 
     class _Absent:
