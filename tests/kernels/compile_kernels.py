@@ -30,6 +30,7 @@ from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
+from qtrain.kernels.gemm.codes_mm import launch_codes_grad_mm, launch_codes_mm
 from qtrain.kernels.gemm.persistent import launch_persistent_mm, launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
@@ -56,10 +57,12 @@ from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
 from qtrain.kernels.quantize.nvfp4 import launch_quantize_nvfp4
+from qtrain.kernels.quantize.other_layout import launch_transpose_rowwise
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
 from qtrain.kernels.quantize.softmax_grad import launch_quantize_softmax_grad, launch_softmax_grad_scale
 from qtrain.kernels.quantize.tiled import launch_tiled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
+from qtrain.kernels.swiglu.gradient_rows import launch_swiglu_gradient_rows
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
 from qtrain.tensors.stored_weight import StoredWeight
@@ -524,9 +527,24 @@ def decode() -> Iterator[Case]:
         )
 
 
+def adapters() -> Iterator[Case]:
+    for dtype in (INT8, *((E4M3, E5M2) if hardware.has_fp8(torch.device("cpu")) else ())):
+        for rank, scale in ((16, zeros(512, dtype=FP32)), (80, zeros(1, dtype=FP32))):
+            codes, left, right = zeros(512, 2048, dtype=dtype), zeros(512, rank), zeros(rank, 2048).t()
+            some = rank == 16 and dtype is INT8
+            yield some, lambda c=codes, s=scale, r=right: launch_codes_mm(c, s, r)
+            yield some, lambda c=codes, s=scale, t=left: launch_codes_grad_mm(c, s, t)
+    for fmt in FORMATS:
+        codes, scale = empty_codes(zeros(640, 512), fmt, "rowwise")
+        yield fmt == "e4m3", lambda c=codes, s=scale, f=fmt: launch_transpose_rowwise(c, s, f)
+    for fmt, r, width in product(FORMATS, SINGLE, (336, 4864, 18944)):
+        some = width == 336 and (fmt, r) in (("int8", STOCHASTIC), ("e4m3", NEAREST))
+        yield some, lambda f=fmt, r=r, w=width: launch_swiglu_gradient_rows(zeros(64, 2 * w), zeros(64, w), f, r)
+
+
 GROUPS = (
     decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions,
-    updates, frozen_weights,
+    updates, frozen_weights, adapters,
 )  # fmt: skip
 TUNED = {
     "_gemv_kernel",

@@ -32,7 +32,7 @@ from qtrain.models.hf.initial_values import named_generator
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
 from qtrain.models.native.moe import Experts
-from qtrain.quant.adapted_linear import adapted_linear
+from qtrain.quant.adapted_linear import Adapted, AdapterModule, adapted_linear
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.merged_linear import Adapter, Merge, MergedLinear, merge_key, merged_linear
@@ -77,7 +77,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(AdapterModule):
     """A linear with adapters on some of its projections. `weight` and `bias` are the base's. number: among the linears
     with adapters; it keys the random bits of the merge."""
 
@@ -108,13 +108,13 @@ class LoraLinear(nn.Module):
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, drops = self._a().to(x.dtype), self._b().to(x.dtype), self.dropout and self.training
+        a, b = self._a().to(x.dtype), self._b().to(x.dtype)
         if self.merge_format is not None:
             return merged_linear(x, a, b, self.bias, self._merge(self.merge_format))
-        if isinstance(self.base, LowBitLinear) and not drops:
+        if isinstance(self.base, LowBitLinear) and not self._drops:
             y = adapted_linear(self.base, x, a, b)
         else:
-            y = self.base(x) + F.linear(F.linear(F.dropout(x, self.dropout) if drops else x, a), b)
+            y = self.base(x) + F.linear(F.linear(F.dropout(x, self.dropout) if self._drops else x, a), b)
         if self.magnitude is None:
             return y
         norms = self._norms()
@@ -122,6 +122,16 @@ class LoraLinear(nn.Module):
         gain = self._over_rows(gains, 1.0).to(y.dtype)  # [N]
         # y has the bias in it, which is not scaled: gain · (y - bias) + bias.
         return gain * y if self.bias is None else gain * y + (1 - gain) * self.bias
+
+    @property
+    def _drops(self) -> bool:
+        return bool(self.dropout) and self.training
+
+    def base_and_adapters(self, dtype: torch.dtype) -> Adapted | None:
+        more = self.merge_format is not None or self.magnitude is not None or self._drops
+        if more or not isinstance(self.base, LowBitLinear):
+            return None
+        return Adapted(self.base, self._a().to(dtype), self._b().to(dtype))
 
     def _merge(self, fmt: OperandFormat) -> Merge:
         pairs = zip(self.adapted, self.lora_a, self.lora_b, strict=True)

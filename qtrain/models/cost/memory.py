@@ -474,7 +474,7 @@ def _backward_bytes(
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens = step.element, step.tokens
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
-    # gate_up and of its activation, or the codes of gate_up's in both layouts, once down's input is freed; or
+    # gate_up and of its activation, or the codes of gate_up's in all layouts, once down's input is freed; or
     # attention's in fp32, with keys and values expanded to all query heads, once all that the MLP kept is freed.
     # With adapters down's input has two gradients, and their sum; on a low-bit base its GEMM adds them. Where down's
     # input is recomputed, there are its codes, both whole gradients, and the codes of gate_up's gradient in both
@@ -482,6 +482,8 @@ def _backward_bytes(
     down = low_bit.layer.get("down_proj", LinearBytes(element))
     freed = element if down.kept_input is None else down.kept_input
     in_mlp = (3 * element - freed + bool(trained.adapters and down == LinearBytes(element)) * element) * inner
+    if low_bit.swiglu_codes and not low_bit.down_input_recomputed:
+        in_mlp = (element + 2 * low_bit.layer["gate_up"].dy_codes - freed) * inner
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     # Of 8 bits: gate_up's output in full.

@@ -10,8 +10,9 @@ chunk of an MLP reads its weights, what is in host memory passes through the dev
     rotary positions                    2·QKV·b in each pass
     SwiGLU                              3·I·b forward, 5·I·b backward
     quantizers                          what each reads, and the codes that it writes (`scheme_bytes.quantizer_bytes`)
-    adapters, for each linear [N, K]    2·N·b of dy, for dz and db; 2·K·b of x, for z and da; and where their product
-                                        is added in passes of its own, these (`scheme_bytes.adapter_passes`)
+    adapters, for each linear [N, K]    2·N·b of dy, for dz and db; 2·K·b of x, for z and da, or of their codes; and
+                                        where their product is added in passes of its own, these
+                                        (`scheme_bytes.adapter_passes`)
     what is not kept                    computed again: RECOMPUTED_PASSES times its bytes
 
 and of the loss, with V logits, 3·V·b: two reads, and their gradient.
@@ -59,9 +60,12 @@ def between_products(
 
 def _adapter(n: LayerLinear, adapted: AdaptedLinear, element: int, linear: LinearBytes, kinds: Kinds) -> float:
     again = adapted.name in products_again(kinds)
-    # x is read for z and da, dy for dz and db; z · bᵀ is added to y, dz · a to dx.
-    x, dy = 2 + again + linear.adapter_passes, 2 + (1 + again) * linear.adapter_passes
-    return adapted.layers * n.active * element * (n.in_features * x + n.out_features * dy)
+    # x is read for z and da, dy for dz and db, or codes of them; z · bᵀ is added to y, dz · a to dx.
+    of_x = element if linear.kept_input is None else linear.kept_input
+    of_dy = element if linear.kept_input is None else linear.dy_codes or element
+    x = (2 + again) * of_x + element * linear.adapter_passes
+    dy = 2 * of_dy + element * (1 + again) * linear.adapter_passes
+    return adapted.layers * n.active * (n.in_features * x + n.out_features * dy)
 
 
 def moved_bytes(

@@ -5,7 +5,8 @@ inputs that a frozen linear would not.
 
 Bytes per token that an adapted layer keeps beyond a frozen one (b bytes per element, P projections of rank r a linear):
 
-    input of each adapted linear    its width · b, unless the layer keeps it anyway (`saved_activations.py`)
+    input of each adapted linear    its width · b, unless the layer keeps it anyway (`saved_activations.py`); where
+                                    adapters read codes of it (`quant/adapted_linear.py`), its width
     that input times A              P·r·b; of experts, for each row, r·b, and K with dropout: which elements it left
     DoRA: what is scaled            its rows · b, for qkv and down; the others recompute the scaled result
 """
@@ -66,7 +67,8 @@ class AdaptedLinear:
 @dataclasses.dataclass(frozen=True)
 class TrainedPart:
     """The parameters that train. element: bytes of each, and of its gradient. head: the output head trains; adapters:
-    only these train, in fp32."""
+    only these train, in fp32. in_linears: products of adapters are part of the low-bit linear's own function; dropout,
+    and the rounding of merged weights, need the input itself."""
 
     shapes: list[ParameterGroup]
     element: int
@@ -74,6 +76,7 @@ class TrainedPart:
     adapters: tuple[AdaptedLinear, ...] = ()
     dora: bool = False
     dropout: bool = False
+    in_linears: bool = True
 
     @property
     def adapts_experts(self) -> bool:
@@ -175,4 +178,5 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
             for size, columns in ((lora.r, n.in_features), (n.out_features, lora.r)):
                 shape, parts = (n.groups * size, columns), (size,) * n.groups
                 shapes.append(ParameterGroup(shape, n.layers, True, parts))
-    return TrainedPart(shapes, 4, False, tuple(adapters), lora.dora, bool(lora.dropout))
+    in_linears = not lora.dropout and lora.merge_format is None
+    return TrainedPart(shapes, 4, False, tuple(adapters), lora.dora, bool(lora.dropout), in_linears)

@@ -7,6 +7,7 @@ from qtrain.kernels.swiglu.swiglu import swiglu, swiglu_8bit
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.quant import KEEP_ALL, supports_swiglu_mlp, swiglu_mlp
+from qtrain.quant.adapted_linear import adapted_mlp, adapted_pair
 from qtrain.quant.arguments import Exchange
 
 
@@ -37,6 +38,9 @@ class MLP(nn.Module):
         linears, in_8_bits = (self.gate_up, self.down_proj), self.memory.gate_up_8bit
         if (runs_kernels(x) or in_8_bits) and self.sub_norm is None and supports_swiglu_mlp(*linears, in_8_bits):
             return swiglu_mlp(*linears, x, exchange, self.memory)
+        plain = exchange is None and self.sub_norm is None and not in_8_bits
+        if runs_kernels(x) and plain and (pair := adapted_pair(*linears, x.dtype)) is not None:
+            return adapted_mlp(*pair, x)
         gate_up = self.gate_up(x) if exchange is None else self.gate_up(x, exchange)  # [..., 2I]
         if in_8_bits:
             y = swiglu_8bit(gate_up)

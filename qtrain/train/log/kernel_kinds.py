@@ -33,12 +33,15 @@ _RULES = (
     ("GEMM Triton", r"_persistent_mm_kernel|_blockwise_mm_kernel|_blockwise_wgmma_kernel|_[mk]_grouped_\w*kernel"),
     (
         "GEMM Triton",
-        r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|_conv_\w*kernel|triton_tem_fused_.*mm",
+        r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|_codes_\w*mm_kernel|_conv_\w*kernel|triton_tem_fused_.*mm",
     ),
     ("GEMM", r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|qtrain::.*_mm"),
     ("quantize", r"quantize|absmax|amax|_dual_kernel|_encode_kernel|_group_scales_kernel|_groups_kernel|_mx_kernel"),
     ("quantize", r"_rowwise_bf16x2_kernel|_long_rows_kernel|_tiles_kernel|_scale_unless_known|_restore_8bit_kernel"),
-    ("quantize", r"_transpose_8bit_kernel|_unpack_halves_kernel|_unpack_int4_kernel|_scaled_kernel"),
+    (
+        "quantize",
+        r"_transpose_8bit_kernel|_transpose_rowwise_kernel|_unpack_halves_kernel|_unpack_int4_kernel|_scaled_kernel",
+    ),
     ("activation function", r"swiglu|silu|gelu|sigmoid"),
     ("expert routing", r"_combine_rows_kernel|_gather_rows_kernel|_count_kernel|_offsets_kernel|_place_kernel"),
     (

@@ -23,6 +23,7 @@ from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant.adapted_linear import adapters_read_codes, row_quantization
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.gemm_table import is_dequantized
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
@@ -150,6 +151,7 @@ class LanguageRun:
         layers = [in_layers[index] for index in sorted(in_layers)]
         # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
         adapted, columns = bool(self.adapters), {a.name: a.columns for a in self.adapters}
+        in_linears = self.trained is not None and self.trained.in_linears
         frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
         head = next((linear.in_one_layout if one else linear.scheme for linear in self.linears if linear.is_head), None)
 
@@ -158,20 +160,27 @@ class LanguageRun:
             # Of a mixture the experts decide, which are most of the layer.
             main = "experts." if "experts.gate_up" in schemes else ""
             up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
-            in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
+            plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
+            in_one_function = plain and not adapted
+            adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
             fused = in_one_function and not (context and (spanning_scales(down, "x") or spanning_scales(up, "dy")))
             rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
             return LowBitBytes(
                 layer={
                     name: _linear_bytes(
-                        scheme, element, columns.get(name, 0), adapted, frozen_in_full or _is_whole(checked.mesh, name)
+                        scheme,
+                        element,
+                        columns.get(name, 0),
+                        adapted,
+                        frozen_in_full or _is_whole(checked.mesh, name),
+                        in_linears,
                     )
                     for name, scheme in schemes.items()
                 },
-                head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full),
+                head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full, in_linears),
                 down_input_recomputed=rowwise,
-                swiglu_codes=rowwise or bool(fused and writes_swiglu_codes(down, "x")),
+                swiglu_codes=rowwise or bool(adapted_codes or (fused and writes_swiglu_codes(down, "x"))),
                 gate_up_8bit="gate_up" in kept_8bit(checked.settings),
             )
 
@@ -239,13 +248,28 @@ def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
     return key.startswith("experts.") and mesh.expert_mesh is not None and mesh.expert_mesh.shard == 1
 
 
-def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool) -> LinearBytes:
+def _adapted_mlp_writes_codes(
+    up: LowBitScheme, down: LowBitScheme, columns: Mapping[str, int], trained: TrainedPart | None
+) -> bool:
+    """Whether the linears of an MLP run with their adapters as one function (`quant.adapted_linear.adapted_pair`)."""
+    if trained is None or trained.dora or not trained.in_linears or not columns.keys() >= {"gate_up", "down_proj"}:
+        return False
+    return row_quantization(down, "x") is not None and row_quantization(up, "dy") is not None
+
+
+def _linear_bytes(
+    scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, in_linears: bool
+) -> LinearBytes:
     """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
-    nothing; its adapters keep the input itself. in_full: it keeps the weight as well as codes of it."""
+    nothing; its adapters keep the input, or the codes of it that they read. in_full: it keeps the weight as well as
+    codes of it. in_linears: as of `TrainedPart`."""
     passes = adapter_passes(scheme, columns) if columns else 0.0
     if scheme is None:
         return LinearBytes(element, adapter_passes=passes)
     kept = kept_input_bytes(scheme, element)
+    if adapted:
+        reads_codes = columns and in_linears and adapters_read_codes(scheme, "x")
+        kept = operand_code_bytes(scheme, "x", frozen=True) if reads_codes else element
     wire = wire_format(scheme)
     operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
@@ -258,7 +282,7 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, columns: int, adapt
     return LinearBytes(
         weight=weight_bytes(scheme, element),
         codes=code_bytes(scheme),
-        kept_input=None if adapted or kept == element else kept,
+        kept_input=None if kept == element else kept,
         codes_only=reads_codes_only(scheme) and not in_full,
         wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
         temporary=max(*read, made.kept, 0.0),

@@ -36,10 +36,9 @@ def other_layout_bytes(scheme: LowBitScheme) -> OtherLayout:
     """What --weight_codes one costs."""
     if not scheme.one_weight_layout:
         return OtherLayout()
-    # Codes of a stored weight: by way of its values in fp32, which are read for their scales, and again.
-    # At once: fp32 and new codes, 4 + 1. Moved: codes read, fp32 written and twice read, codes written.
-    by_values = scheme.stored_format and STORED_FORMATS[scheme.stored_format].granularity == "rowwise"
-    return OtherLayout(5.0, 1.0 + 4 + 2 * 4 + 1) if by_values else OtherLayout(1.0, 2.0)
+    # Codes with a scale per row are read for the scales of columns, and again.
+    rowwise = scheme.stored_format and STORED_FORMATS[scheme.stored_format].granularity == "rowwise"
+    return OtherLayout(1.0, 3.0 if rowwise else 2.0)
 
 
 def kept_input_bytes(scheme: LowBitScheme, element: int) -> float:
