@@ -7,7 +7,7 @@ import pytest
 from qtrain.models import Lora, ModelConfig, read_model_source
 from qtrain.models.cost.memory import StepShape, all_of
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
-from qtrain.models.cost.step_traffic import RECOMPUTED_PASSES, between_products, moved_bytes
+from qtrain.models.cost.step_traffic import CODES_READS, RECOMPUTED_PASSES, between_products, moved_bytes
 from qtrain.models.cost.trained import only_adapters
 
 STEP = StepShape(micro_batch_size=2, seq_len=512, element=2, compiled=True)
@@ -53,6 +53,16 @@ def test_adapters_read_inputs_and_gradients_twice(passes, recompute):
     inputs, outputs = config.q_size + config.intermediate_size, 2 * config.hidden_size
     each = inputs * (2 + again + passes) + outputs * (2 + (1 + again) * passes)
     assert found == config.num_hidden_layers * 2 * each
+
+
+def test_adapters_that_read_codes_read_a_byte():
+    """As many times as their products take longer than one read would; dy itself where that has no codes."""
+    config, adapters = config_of(), only_adapters(config_of(), Lora(targets=("o_proj",))).adapters
+    for of_dy, read in ((1.0, CODES_READS), (0.0, 2.0)):
+        linears = LowBitBytes({name: LinearBytes(2, kept_input=1.0, dy_codes=of_dy) for name in NAMES})
+        found = between_products(config, STEP, linears, adapters) - between_products(config, STEP, linears)
+        each = 2 * CODES_READS * config.q_size + 2 * read * config.hidden_size
+        assert found == pytest.approx(config.num_hidden_layers * each)
 
 
 def test_what_is_not_kept_is_computed_again():
