@@ -18,13 +18,15 @@ def run(tmp_path):
 def test_a_run_and_a_checkpoint_of_it_have_one(run, named, joined):
     path = str(run / named)
     argv = [f"--resume={path}"] if joined else ["--resume", path]
-    assert with_recipe_of_run(argv, "llm_pretrain") == ["--config", str(run / "config.json"), *argv]
+    for flags in ([], ["--n_steps", "9"], ["--lr=0.1", "--no_export"]):
+        for given in ([*flags, *argv], [*argv, *flags]):
+            assert with_recipe_of_run(given, "llm_pretrain") == ["--config", str(run / "config.json"), *given]
 
 
 def test_what_has_none_is_left_to_the_messages_of_the_flags(run):
     for argv in (
         ["--resume", str(run), "--config", "own.json"],
-        ["--n_steps", "9", "--resume", str(run)],
+        [f"--resume={run}", "--config=own.json", "--n_steps", "9"],
         ["--resume", str(run), "--resume", str(run)],
         ["--resume", str(run / "elsewhere")],
         ["--resume", "auto"],
