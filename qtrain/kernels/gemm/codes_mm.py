@@ -13,6 +13,8 @@ Both sum over a long dimension into a small result: it is split over CTAs, which
 last one to arrive adds them in their order, so that the result is deterministic.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from qtrain.kernels.arrivals import RESULTS, arrival_counters, arrives_last
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.decode import decode_bf16
-from qtrain.kernels.numerics.encode import Encoding, encoding
+from qtrain.kernels.numerics.encode import encoding
 
 LARGEST_RANK = 128
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
@@ -90,10 +92,10 @@ def _codes_mm_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def _codes_grad_mm_kernel(
-    # int32 words of four codes [m, k / 4]; fp32 [m] or [1]; left [m, rank]; out [k, rank], of any strides.
+    # int32 words of four codes [m, k / 4]; fp32 [m] or [1]; left [m, rank] of any strides; out [k, rank].
     codes_ptr, scale_ptr, left_ptr, out_ptr, parts_ptr, arrived_ptr,
     # depth: rows of a part of the sum, a multiple of ROWS.
-    m, k, out_k, out_r, depth, rank,
+    m, k, left_m, left_r, depth, rank,
     CODE: tl.constexpr, ROWWISE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +107,8 @@ def _codes_grad_mm_kernel(
         row = start + tl.arange(0, ROWS)
         words_ptrs = codes_ptr + row.to(tl.int64)[:, None] * (k // 4) + word[None]
         words = tl.load(words_ptrs, (row < m)[:, None] & (word < k // 4)[None], 0)
-        left = tl.load(left_ptr + row[:, None] * rank + lane[None], (row < m)[:, None] & (lane < rank)[None], 0.0)
+        left_ptrs = left_ptr + row[:, None] * left_m + lane[None] * left_r
+        left = tl.load(left_ptrs, (row < m)[:, None] & (lane < rank)[None], 0.0)
         scale = tl.load(scale_ptr + row, row < m, 0.0)[:, None] if ROWWISE else tl.load(scale_ptr)
         scaled = (left.to(tl.float32) * scale).to(left.dtype)
         total = tl.dot(tl.trans(decode_bf16(words, CODE)), scaled, total)
@@ -115,8 +118,7 @@ def _codes_grad_mm_kernel(
         last, total = _add_parts(total, parts_ptr, arrived_ptr, tl.program_id(0), tl.num_programs(0), place, PARTS)
     if last:
         out = total.to(out_ptr.dtype.element_ty)
-        out_ptrs = out_ptr + column[:, None] * out_k + lane[None] * out_r
-        tl.store(out_ptrs, out, (column < k)[:, None] & (lane < rank)[None])
+        tl.store(out_ptr + column[:, None] * rank + lane[None], out, (column < k)[:, None] & (lane < rank)[None])
 
 
 def supports_codes_mm(codes: Tensor, thin: Tensor) -> bool:
@@ -131,53 +133,48 @@ def supports_codes_mm(codes: Tensor, thin: Tensor) -> bool:
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-def _encoding(codes: Tensor) -> Encoding:
-    return encoding(_NAMES[codes.dtype], codes.device)
+class Blocks(NamedTuple):
+    """A dimension of the codes, in blocks."""
+
+    length: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.length, self.block)
 
 
-def _parts(results: int, length: int, block: int, ctas: int) -> tuple[int, int]:
-    """In how many parts a sum over `length` is computed, for that many results by about `ctas`, and the length of
-    one."""
-    blocks = triton.cdiv(length, block)
-    wanted = min(triton.cdiv(ctas, results), MOST_PARTS, blocks)
-    each = triton.cdiv(blocks, wanted)
-    return (1, blocks * block) if results > RESULTS else (triton.cdiv(blocks, each), each * block)
-
-
-def _workspace(parts: int, results: int, size: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if parts == 1:
-        return None, None
-    return like.new_empty(parts * results * size, dtype=torch.float32), arrival_counters(like.device)
+def _launch(
+    kernel: Any, codes: Tensor, scale: Tensor, thin: Tensor, lines: Blocks, summed: Blocks, ctas: int
+) -> Tensor:
+    """The product of `kernel`, with a row for each of the `lines` of the codes; it sums over `summed`, in as many parts
+    as take about `ctas` CTAs for each SM."""
+    (m, k), rank = codes.shape, thin.shape[1]
+    out, width = thin.new_empty(lines.length, rank), max(triton.next_power_of_2(rank), 16)
+    wanted = min(triton.cdiv(ctas * sm_count(codes.device), lines.blocks), MOST_PARTS, summed.blocks)
+    each = triton.cdiv(summed.blocks, wanted if lines.blocks <= RESULTS else 1)
+    parts, workspace = triton.cdiv(summed.blocks, each), (None, None)
+    if parts > 1:
+        sums = torch.empty(parts * lines.blocks * lines.block * width, dtype=torch.float32, device=codes.device)
+        workspace = sums, arrival_counters(codes.device)
+    kernel[(lines.blocks, parts)](
+        codes.view(torch.int32), scale, thin, out, *workspace, m, k, *thin.stride(), each * summed.block, rank,
+        CODE=encoding(_NAMES[codes.dtype], codes.device), ROWWISE=len(scale) > 1, PARTS=parts,
+        ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS, RANK=width, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
 
 
 def launch_codes_mm(codes: Tensor, scale: Tensor, right: Tensor) -> Tensor:
     """The kernel for `codes_mm_ref`; what `supports_codes_mm` takes."""
-    (m, k), rank = codes.shape, right.shape[1]
-    out, width = right.new_empty(m, rank), max(triton.next_power_of_2(rank), 16)
-    results = triton.cdiv(m, BLOCK_ROWS)
-    parts, depth = _parts(results, k, BLOCK_COLUMNS, CTAS_PER_SM * sm_count(codes.device))
-    _codes_mm_kernel[(results, parts)](
-        codes.view(torch.int32), scale, right, out, *_workspace(parts, results, BLOCK_ROWS * width, codes),
-        m, k, *right.stride(), depth, rank,
-        CODE=_encoding(codes), ROWWISE=len(scale) > 1, PARTS=parts, ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS, RANK=width,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return out
+    rows, columns = Blocks(codes.shape[0], BLOCK_ROWS), Blocks(codes.shape[1], BLOCK_COLUMNS)
+    return _launch(_codes_mm_kernel, codes, scale, right, rows, columns, CTAS_PER_SM)
 
 
 def launch_codes_grad_mm(codes: Tensor, scale: Tensor, left: Tensor) -> Tensor:
     """The kernel for `codes_grad_mm_ref`; what `supports_codes_mm` takes."""
-    (m, k), rank = codes.shape, left.shape[1]
-    out, width = left.new_empty(k, rank), max(triton.next_power_of_2(rank), 16)
-    results = triton.cdiv(k, BLOCK_COLUMNS)
-    parts, depth = _parts(results, m, BLOCK_ROWS, GRAD_CTAS_PER_SM * sm_count(codes.device))
-    _codes_grad_mm_kernel[(results, parts)](
-        codes.view(torch.int32), scale, left, out, *_workspace(parts, results, BLOCK_COLUMNS * width, codes),
-        m, k, *out.stride(), depth, rank,
-        CODE=_encoding(codes), ROWWISE=len(scale) > 1, PARTS=parts, ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS, RANK=width,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return out
+    rows, columns = Blocks(codes.shape[0], BLOCK_ROWS), Blocks(codes.shape[1], BLOCK_COLUMNS)
+    return _launch(_codes_grad_mm_kernel, codes, scale, left, columns, rows, GRAD_CTAS_PER_SM)
 
 
 @operator("codes_mm", fake=lambda codes, right: right.new_empty(codes.shape[0], right.shape[1]))
@@ -193,4 +190,4 @@ def codes_grad_mm(codes: Tensor, scale: Tensor, left: Tensor) -> Tensor:
     """codes [M, K]ᵀ · (scale * left [M, r]) in the dtype of left; scale fp32 [M] or [1]."""
     if not supports_codes_mm(codes, left):
         return codes_grad_mm_ref(codes, scale, left)
-    return launch_codes_grad_mm(codes, scale, left.contiguous())
+    return launch_codes_grad_mm(codes, scale, left)

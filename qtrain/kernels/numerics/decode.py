@@ -8,6 +8,17 @@ product with a power of two corrects, of subnormal numbers too. An integer becom
 
 from qtrain.kernels.compiler import tl, triton
 
+_FROM_FLOAT = """{{ .reg .b32 lo, hi, s, t;
+    prmt.b32 lo, $2, 0, 0x1404; prmt.b32 hi, $2, 0, 0x3424;
+    and.b32 s, lo, 0x80008000; shr.b32 lo, lo, {shift}; lop3.b32 lo, lo, {mask}, s, 0xEA;
+    and.b32 t, hi, 0x80008000; shr.b32 hi, hi, {shift}; lop3.b32 hi, hi, {mask}, t, 0xEA;
+    mov.b32 s, {power}; mov.b32 t, 0x80008000;
+    fma.rn.bf16x2 $0, lo, s, t; fma.rn.bf16x2 $1, hi, s, t; }}"""
+"""A code in the upper byte of each half; exponent and mantissa moved down beside the sign; times a power of two."""
+# Four bits of exponent and a bias of 7: 2^120 is 2^(127 - 7). Five bits and a bias of 15: 2^112.
+FROM_E4M3 = tl.constexpr(_FROM_FLOAT.format(shift=4, mask="0x07F007F0", power="0x7B807B80"))
+FROM_E5M2 = tl.constexpr(_FROM_FLOAT.format(shift=3, mask="0x0FE00FE0", power="0x77807780"))
+
 
 @triton.jit
 def decode_bf16(words, CODE: tl.constexpr):
@@ -44,24 +55,9 @@ def _decode_words(words, CODE: tl.constexpr):
                  cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""",
             "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
-    elif CODE.fmt.name == "e4m3":  # four bits of exponent: 2^120 is 2^(127 - 7)
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 lo, hi, s, t;
-                 prmt.b32 lo, $2, 0, 0x1404; prmt.b32 hi, $2, 0, 0x3424;
-                 and.b32 s, lo, 0x80008000; shr.b32 lo, lo, 4; lop3.b32 lo, lo, 0x07F007F0, s, 0xEA;
-                 and.b32 t, hi, 0x80008000; shr.b32 hi, hi, 4; lop3.b32 hi, hi, 0x07F007F0, t, 0xEA;
-                 mov.b32 s, 0x7B807B80; mov.b32 t, 0x80008000;
-                 fma.rn.bf16x2 $0, lo, s, t; fma.rn.bf16x2 $1, hi, s, t; }""",
-            "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
     else:
-        tl.static_assert(CODE.fmt.name == "e5m2")  # five bits: 2^112
+        tl.static_assert(CODE.fmt.name == "e4m3" or CODE.fmt.name == "e5m2")
+        FROM_FLOAT: tl.constexpr = FROM_E4M3 if CODE.fmt.name == "e4m3" else FROM_E5M2
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 lo, hi, s, t;
-                 prmt.b32 lo, $2, 0, 0x1404; prmt.b32 hi, $2, 0, 0x3424;
-                 and.b32 s, lo, 0x80008000; shr.b32 lo, lo, 3; lop3.b32 lo, lo, 0x0FE00FE0, s, 0xEA;
-                 and.b32 t, hi, 0x80008000; shr.b32 hi, hi, 3; lop3.b32 hi, hi, 0x0FE00FE0, t, 0xEA;
-                 mov.b32 s, 0x77807780; mov.b32 t, 0x80008000;
-                 fma.rn.bf16x2 $0, lo, s, t; fma.rn.bf16x2 $1, hi, s, t; }""",
-            "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            FROM_FLOAT, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
