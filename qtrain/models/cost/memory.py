@@ -483,7 +483,9 @@ def _backward_bytes(
     freed = element if down.kept_input is None else down.kept_input
     in_mlp = (3 * element - freed + bool(trained.adapters and down == LinearBytes(element)) * element) * inner
     if low_bit.swiglu_codes and not low_bit.down_input_recomputed:
-        in_mlp = (element + 2 * low_bit.layer["gate_up"].dy_codes - freed) * inner
+        # A model whose layers are all mixtures has no dense MLP.
+        up = low_bit.layer["gate_up" if "gate_up" in low_bit.layer else "experts.gate_up"]
+        in_mlp = (element + 2 * up.dy_codes - freed) * inner
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     # Of 8 bits: gate_up's output in full.
