@@ -14,6 +14,10 @@ LAYER_LINEARS = (
 """The keys of all linears that a layer may have (`linear_key`)."""
 
 
+DENSE_MLP = ("gate_up", "down_proj")
+"""Of these, the linears of a dense MLP."""
+
+
 def linear_key(name: str) -> str:
     """The key of a layer's linear: layers.3.attn.qkv -> qkv, layers.3.mlp.shared.gate_up -> shared.gate_up."""
     owner, own = name.split(".")[-2:]
@@ -113,6 +117,38 @@ def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
         if mixture.shared_width:
             found |= _mlp_linears("shared.", config.hidden_size, mixture.shared_width, routed)
     return found
+
+
+class LayerWeights(NamedTuple):
+    """Weights of the linears of a layer, which has a dense MLP or a mixture of experts, never both."""
+
+    attention: int
+    dense: int
+    mixture: int
+
+
+def layer_weights(config: ModelConfig) -> LayerWeights:
+    sizes = {name: n.weights for name, n in layer_linears(config).items()}
+    dense = sum(sizes.pop(name, 0) for name in DENSE_MLP)
+    mixture = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
+    return LayerWeights(sum(sizes.values()), dense, mixture)
+
+
+def largest_layer(config: ModelConfig) -> int:
+    """Weights of the linears of the layer that has most."""
+    weights = layer_weights(config)
+    return weights.attention + max(weights.dense, weights.mixture)
+
+
+def embedding_elements(config: ModelConfig) -> int:
+    """Of the embedding, and of a head of its own: V·C."""
+    return config.vocab_size * config.hidden_size
+
+
+def attention_input_size(config: ModelConfig) -> int:
+    """Width of q, k and v together, as attention reads them."""
+    # MLA expands its latent to keys of all query heads: q and k are equally wide.
+    return config.qkv_size if config.mla is None else 2 * config.q_size + config.value_size
 
 
 def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:

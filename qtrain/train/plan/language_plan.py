@@ -7,11 +7,11 @@ from dataclasses import replace
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
-from qtrain.models.cost.memory import Peak, all_of
+from qtrain.models.cost.memory import Peak
 from qtrain.models.cost.parameters import count_parameters, forward_again, layer_linears, linear_key
 from qtrain.models.cost.step_traffic import moved_bytes
 from qtrain.models.cost.teacher import teacher_flops
-from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.cost.trained import TrainedPart, all_of
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qtrain.models import ModelConfig
-from qtrain.models.cost.memory import ONE_GPU, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
+from qtrain.models.cost.memory import MemoryEstimate, estimate_memory
 from qtrain.models.cost.parameters import (
     ParameterGroup,
     count_parameters,
@@ -15,10 +16,11 @@ from qtrain.models.cost.parameters import (
     layer_linears,
     linear_key,
 )
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.step_traffic import between_products
 from qtrain.models.cost.teacher import with_teacher
-from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart, all_of
+from qtrain.models.cost.weight_memory import ONE_GPU, RankShare
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh

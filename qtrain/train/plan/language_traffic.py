@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qtrain.models.cost.full_shard_memory import trained_ends
-from qtrain.models.cost.memory import all_of
-from qtrain.models.cost.parameters import ParameterGroup, linear_key
+from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, linear_key
+from qtrain.models.cost.trained import all_of
 from qtrain.parallel.layers.context_parallel import exchanged_width
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.layers.local_config import local_config
@@ -35,9 +34,9 @@ def language_traffic(run: LanguageRun) -> Traffic:
     own_head = trained.head and not model_config.tie_word_embeddings
     # A tied head is the embedding: its weight is not the linear's alone. Under adapters all linears are frozen.
     alone = [] if adapted else [linear for linear in run.linears if own_head or not linear.is_head]
-    matrix = model_config.vocab_size * model_config.hidden_size
+    matrix = embedding_elements(model_config)
     ends = 2 * matrix * (not model_config.tie_word_embeddings)
-    trained_end = sum(trained_ends(model_config, trained))
+    trained_end = sum(trained.ends(model_config))
     element = checked.dtype.itemsize
 
     def of(shapes: Sequence[ParameterGroup], alone: Sequence[LinearChoice], linears: Sequence[LinearChoice]) -> Traffic:
