@@ -6,7 +6,6 @@ Layers are sharded, and an embedding and a head of their own (`decoder_units`), 
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
 from qtrain.models.cost.parameters import embedding_elements, largest_layer, layer_linears
@@ -86,33 +85,11 @@ def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> f
     return embedding + sum(elements * linear.weight for _, elements, linear in linears)
 
 
-class HostGradientBytes(NamedTuple):
-    """Of weights that train in host memory. sums: there, of gradients; buffer: on the device, through which they pass;
-    layer: gradients of one; last: those that exist at the end of the backward pass; arriving: the weight of a linear
-    that is there while its codes are computed, as another layer's backward runs; that of the head is gone before the
-    loss."""
-
-    sums: int
-    buffer: int
-    layer: int
-    last: int
-    arriving: int
-
-
-def host_gradients(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> HostGradientBytes:
+def host_gradient_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
+    """Of the sums of gradients of weights that train in host memory."""
     embedding, _ = trained.ends(config)
-    matrix, linears, layer = embedding_elements(config), layer_linears(config), element * largest_layer(config)
-    arriving = {weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)}
-    sharded = list(_sharded(config, low_bit, element, linears))
-    largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
-    return HostGradientBytes(
-        sums=element * (embedding * matrix + sum(elements for _, elements, _ in sharded)),
-        buffer=min(PIECE_BYTES, element * largest),
-        layer=layer,
-        # Of the unit that is added, and of the one whose backward pass runs meanwhile.
-        last=layer + max(layer, embedding * element * matrix),
-        arriving=element * max(arriving),
-    )
+    linears = _sharded(config, low_bit, element, layer_linears(config))
+    return element * (embedding * embedding_elements(config) + sum(elements for _, elements, _ in linears))
 
 
 def _sharded(

@@ -24,10 +24,16 @@ from typing import NamedTuple
 
 from qtrain.core.host_memory import PIECE_BYTES
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import FullShardBytes, host_gradients
-from qtrain.models.cost.layer_backward import LayerBackward
+from qtrain.models.cost.full_shard_memory import FullShardBytes, host_gradient_bytes
+from qtrain.models.cost.layer_backward import ByHalf
 from qtrain.models.cost.linear_bytes import LowBitBytes
-from qtrain.models.cost.parameters import count_parameters, embedding_elements, largest_layer, layer_weights
+from qtrain.models.cost.parameters import (
+    count_parameters,
+    embedding_elements,
+    largest_layer,
+    layer_linears,
+    layer_weights,
+)
 from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.cost.weight_memory import RankShare
@@ -44,12 +50,12 @@ class GradientBytes(NamedTuple):
     """At the end of the backward pass."""
     at_step: int
     """From which the optimizer's step updates."""
-    in_masters_dtype: float
+    in_masters_dtype: float = 0
     """That the optimizer's step makes of those of masters which are not the model's own weights."""
     on_host: int = 0
     """Of their sums in pinned host memory."""
     arriving: int = 0
-    """Of a weight that comes from host memory while a layer's backward runs."""
+    """Of a linear's weight that is there while its codes are computed, as another layer's backward runs."""
 
 
 def gradient_bytes(
@@ -67,18 +73,7 @@ def gradient_bytes(
     # With sums these are rounded in their memory.
     in_masters_dtype = 0 if full and full.sums and not step.in_backward else gradients * share.gradients
     if step.gradients_on_host and share.states == 1:
-        moved = host_gradients(config, step.element, low_bit, trained)
-        stays = trained.bytes - moved.sums
-        return GradientBytes(
-            held=moved.buffer + (stays if step.accumulates else 0),
-            # Of the head, or of the layer before, while they are added to the sums.
-            at_last_layer=max(head, moved.layer),
-            at_end=stays + moved.buffer + moved.last,
-            at_step=stays + moved.buffer,
-            in_masters_dtype=in_masters_dtype,
-            on_host=moved.sums,
-            arriving=moved.arriving,
-        )
+        return _on_host(config, step, low_bit, trained)._replace(in_masters_dtype=in_masters_dtype)
     if full is not None:
         at_last_layer = head + full.head_message
         if step.gradients_on_host:
@@ -91,6 +86,26 @@ def gradient_bytes(
     return GradientBytes(step.accumulates * gradients, head * waits, gradients, gradients, in_masters_dtype)
 
 
+def _on_host(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> GradientBytes:
+    """Of one process whose weights that train, and sums of gradients, are in host memory."""
+    matrix, element = embedding_elements(config), step.element
+    layer, sums = element * largest_layer(config), host_gradient_bytes(config, element, low_bit, trained)
+    linears = [n.weights for n in layer_linears(config).values()]
+    buffer = min(PIECE_BYTES, element * max(*linears, matrix * (not config.tie_word_embeddings)))
+    at_step = trained.bytes - sums + buffer
+    return GradientBytes(
+        held=at_step if step.accumulates else buffer,
+        # Of the head, or of the layer before, while they are added to the sums.
+        at_last_layer=max(element * trained.head_elements(config), layer),
+        # Of the unit that is added, and of the one whose backward pass runs meanwhile.
+        at_end=at_step + layer + max(layer, trained.ends(config)[0] * element * matrix),
+        at_step=at_step,
+        on_host=sums,
+        # That of the head is gone before the loss.
+        arriving=element * max(weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)),
+    )
+
+
 def _largest_partition(config: ModelConfig) -> int:
     """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
     other, matrix = count_parameters(config).other, embedding_elements(config)
@@ -99,26 +114,13 @@ def _largest_partition(config: ModelConfig) -> int:
     return layer + matrix if config.tie_word_embeddings else max(layer, matrix)
 
 
-class LayerGradients(NamedTuple):
-    """Bytes of the gradients of a layer's weights, by half."""
-
-    mlp: float
-    attention: float
-
-
-def layer_gradients(config: ModelConfig, trained: TrainedPart, index: int) -> LayerGradients:
+def layer_gradients(config: ModelConfig, trained: TrainedPart, index: int) -> ByHalf:
     """Of the layer `index`; of adapters, which are small, those of a dense MLP."""
     if trained.adapters:
-        return LayerGradients(trained.element * trained.mlp_elements(config), 0.0)
+        return ByHalf(trained.element * trained.mlp_elements(config), 0.0)
     weights = layer_weights(config)
     mlp = weights.mixture if index in config.moe_layers else weights.dense
-    return LayerGradients(trained.element * mlp, trained.element * weights.attention)
-
-
-def with_gradients(layer: LayerBackward, gradients: LayerGradients) -> float:
-    """Bytes of a layer's backward at its widest moment with the gradients of weights that exist by then: none in the
-    MLP, in attention those of the MLP."""
-    return max(layer.mlp, layer.attention + gradients.mlp)
+    return ByHalf(trained.element * mlp, trained.element * weights.attention)
 
 
 class EndOfBackward(NamedTuple):
@@ -130,7 +132,7 @@ class EndOfBackward(NamedTuple):
 
 
 def end_of_backward(
-    config: ModelConfig, step: StepShape, trained: TrainedPart, layer: LayerBackward, one_layer: float
+    config: ModelConfig, step: StepShape, trained: TrainedPart, layer: ByHalf, one_layer: float
 ) -> EndOfBackward:
     """Of a model whose gradients all stay on the device. one_layer: what the first layer keeps."""
     matrix, (embedding, _) = step.element * embedding_elements(config), trained.ends(config)
@@ -139,7 +141,7 @@ def end_of_backward(
     at_embedding = matrix * ((embedding or tied) * step.accumulates + 2 * tied)
     ends = [EndOfBackward(trained.bytes, 0.0, step.tokens * config.hidden_size * step.element + at_embedding)]
     if step.accumulates:
-        ends.append(EndOfBackward(trained.bytes, one_layer, with_gradients(layer, own) + matrix * tied))
+        ends.append(EndOfBackward(trained.bytes, one_layer, layer.with_gradients(own) + matrix * tied))
     else:
         # Those of the embedding, and of what is still to be computed in the first layer, do not exist yet.
         before = trained.bytes - matrix * embedding

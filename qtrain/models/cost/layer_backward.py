@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.linear_bytes import LayerKind, LinearBytes, LowBitBytes, rows_per_token
+from qtrain.models.cost.linear_bytes import LayerKind, LinearBytes, rows_per_token
 from qtrain.models.cost.parameters import DENSE_MLP, attention_input_size
 from qtrain.models.cost.saved_activations import mlp_tensors, repeated_kv_size, saved_of_kind
 from qtrain.models.cost.step_shape import StepShape
@@ -40,11 +40,16 @@ from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.recompute import Kinds
 
 
-class LayerBackward(NamedTuple):
-    """Bytes of temporaries of a layer's backward pass at the widest moment of each half."""
+class ByHalf(NamedTuple):
+    """Bytes of the halves of a layer."""
 
     mlp: float
     attention: float
+
+    def with_gradients(self, gradients: "ByHalf") -> float:
+        """Of a backward pass at its widest moment with the gradients of weights that exist by then: none in the MLP, in
+        attention those of the MLP."""
+        return max(self.mlp, self.attention + gradients.mlp)
 
 
 class Recomputed(NamedTuple):
@@ -56,42 +61,38 @@ class Recomputed(NamedTuple):
     of_mlp: float
 
 
-def kept_tensors(
-    config: ModelConfig, step: StepShape, trained: TrainedPart, kind: LayerKind, recompute: Kinds
-) -> dict[str, float]:
-    """Bytes per token that a layer of this kind keeps for backward, by tensor, adapters' included."""
-    return trained.kept(saved_of_kind(config, step, kind, recompute), step.element, kind.rows, recompute)
-
-
-def layer_backward(config: ModelConfig, step: StepShape, trained: TrainedPart, kind: LayerKind) -> LayerBackward:
-    """Of a layer of this kind, without the head's gradient."""
-    layer = _Layer(config, step, kind.low_bit, trained, _recomputed(config, step, trained, kind))
-    if rows := rows_per_token(config, step.tokens):
-        return layer.of_mixtures(rows)
-    return layer.in_chunks() if step.mlp_chunks else layer.dense()
-
-
-def _recomputed(config: ModelConfig, step: StepShape, trained: TrainedPart, kind: LayerKind) -> Recomputed:
-    every, kept = (kept_tensors(config, step, trained, kind, kinds) for kinds in (frozenset(), step.recompute))
-    names = set() if kind.rows else mlp_tensors(config, step.compiled, step.element, kind.low_bit)
-    of_mlp, kept_of_mlp = (sum(size for name, size in found.items() if name in names) for found in (every, kept))
-    recomputed = at_mlp = max(0.0, sum(every.values()) - sum(kept.values()))
-    # A layer that keeps the stream between its halves computes attention's half again after the MLP's backward,
-    # without a compiler if it is a region of its own.
-    if not kind.rows and "block" not in step.recompute and (step.compiled or "norm" not in step.recompute):
-        at_mlp = min(recomputed, max(0.0, of_mlp - kept_of_mlp))
-    return Recomputed(recomputed, at_mlp, of_mlp)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Layer:
-    """A layer's backward pass. low_bit: of this layer."""
+class Layer:
+    """A layer of this kind in a training step."""
 
     config: ModelConfig
     step: StepShape
-    low_bit: LowBitBytes
     trained: TrainedPart
-    recomputed: Recomputed
+    kind: LayerKind
+
+    def backward(self) -> ByHalf:
+        """Temporaries of its backward pass at the widest moment of each half, without the head's gradient."""
+        if rows := rows_per_token(self.config, self.step.tokens):
+            return self._of_mixtures(rows)
+        return self._in_chunks() if self.step.mlp_chunks else self._dense()
+
+    def kept(self, recompute: Kinds) -> dict[str, float]:
+        """Bytes per token that it keeps for backward if it recomputes so, by tensor, adapters' included."""
+        saved = saved_of_kind(self.config, self.step, self.kind, recompute)
+        return self.trained.kept(saved, self.step.element, self.kind.rows, recompute)
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        step, kind = self.step, self.kind
+        every, kept = self.kept(frozenset()), self.kept(step.recompute)
+        names = set() if kind.rows else mlp_tensors(self.config, step.compiled, step.element, kind.low_bit)
+        of_mlp, kept_of_mlp = (sum(size for name, size in found.items() if name in names) for found in (every, kept))
+        recomputed = at_mlp = max(0.0, sum(every.values()) - sum(kept.values()))
+        # A layer that keeps the stream between its halves computes attention's half again after the MLP's backward,
+        # without a compiler if it is a region of its own.
+        if not kind.rows and "block" not in step.recompute and (step.compiled or "norm" not in step.recompute):
+            at_mlp = min(recomputed, max(0.0, of_mlp - kept_of_mlp))
+        return Recomputed(recomputed, at_mlp, of_mlp)
 
     @property
     def residual(self) -> int:
@@ -101,12 +102,12 @@ class _Layer:
     @cached_property
     def read(self) -> dict[str, float]:
         """Bytes of weights in the form that one product reads, while it runs."""
-        return {name: weights * linear.temporary for name, _, weights, linear in self.low_bit.linears(self.config)}
+        return {name: weights * linear.temporary for name, _, weights, linear in self.kind.low_bit.linears(self.config)}
 
     @property
     def swiglu(self) -> float:
         """Bytes per element of SwiGLU's output in its backward, beyond what the layer kept."""
-        element, low_bit = self.step.element, self.low_bit
+        element, low_bit = self.step.element, self.kind.low_bit
         # Of 8 bits: gate_up's output in full.
         gate_up = 2 * element * low_bit.gate_up_8bit
         if low_bit.down_input_recomputed:
@@ -132,11 +133,11 @@ class _Layer:
             gradients += 2 * (inputs + 2 * repeated_kv_size(config, self.step.sequence_parts)) * element
         return gradients
 
-    def dense(self) -> LayerBackward:
+    def _dense(self) -> ByHalf:
         """Of a model without mixtures, all tokens of whose MLPs run at once."""
         c, inner = self.config.hidden_size, self.config.intermediate_size
         element, tokens, in_swiglu = self.step.element, self.step.tokens, inner * self.swiglu
-        gate_up = 2 * inner * (BYTES_PER_ELEMENT if self.low_bit.gate_up_8bit else element)
+        gate_up = 2 * inner * (BYTES_PER_ELEMENT if self.kind.low_bit.gate_up_8bit else element)
         # down_proj's grad_input; SwiGLU's backward, which reads no weight; gate_up's grad_input.
         own = {
             "down_proj": inner * element,
@@ -144,16 +145,16 @@ class _Layer:
             "gate_up": in_swiglu - inner * element - gate_up + c * element,
         }
         at_mlp = max(tokens * size + self.read.get(name, 0.0) for name, size in own.items())
-        if not (self.low_bit.swiglu_codes or self.low_bit.down_input_recomputed):
-            at_mlp = max(at_mlp, tokens * 2 * inner * (element + self.low_bit.layer["gate_up"].dy_codes))
+        if not (self.kind.low_bit.swiglu_codes or self.kind.low_bit.down_input_recomputed):
+            at_mlp = max(at_mlp, tokens * 2 * inner * (element + self.kind.low_bit.layer["gate_up"].dy_codes))
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)
         at_attention -= tokens * ((inner + c) * element + gate_up)
-        return LayerBackward(
+        return ByHalf(
             at_mlp + tokens * (self.residual + self.recomputed.at_mlp),
             at_attention + max(size for name, size in self.read.items() if name not in DENSE_MLP),
         )
 
-    def of_mixtures(self, rows: float) -> LayerBackward:
+    def _of_mixtures(self, rows: float) -> ByHalf:
         """Of a model with mixtures, its dense layers included. rows: `rows_per_token`."""
         config, tokens, read = self.config, self.step.tokens, max(self.read.values())
         # Gradients of rows, with those of adapters, before they are added up to those of tokens.
@@ -162,9 +163,9 @@ class _Layer:
         if len(config.moe_layers) < config.num_hidden_layers:
             in_mlp = max(in_mlp, config.intermediate_size * self.swiglu)
         at_mlp = tokens * (self.residual + in_mlp + self.recomputed.at_mlp)
-        return LayerBackward(at_mlp + read, tokens * (self.residual + self.attention + self.recomputed.layer) + read)
+        return ByHalf(at_mlp + read, tokens * (self.residual + self.attention + self.recomputed.layer) + read)
 
-    def in_chunks(self) -> LayerBackward:
+    def _in_chunks(self) -> ByHalf:
         """Of a model without mixtures, whose MLPs run in chunks of tokens."""
         step, trained, read = self.step, self.trained, max(self.read.values())
         mlp, inner = trained.mlp_elements(self.config), self.config.intermediate_size
@@ -174,4 +175,4 @@ class _Layer:
         at_mlp = step.tokens * self.residual / 2
         at_mlp += step.mlp_rows * (self.recomputed.of_mlp + inner * self.swiglu + self.residual)
         at_mlp += mlp * trained.element + (step.mlp_rows < step.tokens) * mlp * 4 + outside
-        return LayerBackward(at_mlp + read, step.tokens * (self.residual + self.attention) + outside + read)
+        return ByHalf(at_mlp + read, step.tokens * (self.residual + self.attention) + outside + read)

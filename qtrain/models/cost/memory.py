@@ -30,14 +30,8 @@ from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory
-from qtrain.models.cost.gradient_memory import (
-    EndOfBackward,
-    end_of_backward,
-    gradient_bytes,
-    layer_gradients,
-    with_gradients,
-)
-from qtrain.models.cost.layer_backward import LayerBackward, kept_tensors, layer_backward
+from qtrain.models.cost.gradient_memory import EndOfBackward, end_of_backward, gradient_bytes, layer_gradients
+from qtrain.models.cost.layer_backward import ByHalf, Layer
 from qtrain.models.cost.linear_bytes import LowBitBytes, layer_kinds
 from qtrain.models.cost.loss_memory import head_backward_bytes, loss_bytes
 from qtrain.models.cost.parameters import count_parameters
@@ -122,15 +116,6 @@ class MemoryEstimate:
         return self.at_peak.total
 
 
-class _Activations(NamedTuple):
-    """Bytes that layers keep for backward, of all and at the end of the backward pass of one, and temporaries of the
-    widest layer's backward pass."""
-
-    all: int
-    one_layer: float
-    backward: LayerBackward
-
-
 def estimate_memory(
     config: ModelConfig,
     step: StepShape,
@@ -170,13 +155,20 @@ def estimate_memory(
     # Of a layer's input in host memory that comes back.
     residual = step.residuals_on_host * step.tokens * config.hidden_size * element
     residuals = residual * (config.num_hidden_layers - 1)
-    all_kept, one_layer, layer = _activations(config, step, low_bit, trained)
-    layer = LayerBackward(*(size + gradients.arriving for size in layer))
-    last_layer = with_gradients(layer, layer_gradients(config, trained, config.num_hidden_layers - 1))
+    # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
+    of_position = 4 * config.rope_dim
+    gathered = step.documents * step.tokens * of_position
+    layers = [(kind.count, Layer(config, step, trained, kind)) for kind in layer_kinds(config, step.tokens, low_bit)]
+    kept = [(count, sum(layer.kept(step.recompute).values())) for count, layer in layers]
+    one_layer = step.tokens * max(size for _, size in kept) + gathered
+    # Of each half the widest layer.
+    backward = [layer.backward() for _, layer in layers]
+    widest = ByHalf(*(max(sizes) + gradients.arriving for sizes in zip(*backward, strict=True)))
+    last_layer = widest.with_gradients(layer_gradients(config, trained, config.num_hidden_layers - 1))
     last_layer += (residual if residuals else 0) + gradients.at_last_layer
-    end = EndOfBackward(gradients.at_end, one_layer, max(layer))
+    end = EndOfBackward(gradients.at_end, one_layer, max(widest))
     if not (reshards or step.in_backward or step.gradients_on_host):
-        end = end_of_backward(config, step, trained, layer, one_layer)
+        end = end_of_backward(config, step, trained, widest, one_layer)
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
         on_host["weights"] = round(comes_and_goes(config, low_bit, element))
@@ -185,11 +177,11 @@ def estimate_memory(
         weights=weights,
         gradients=round(end.gradients),
         optimizer=round(count_parameters(config).total * optimizer_bytes * share.states),
-        activations=all_kept - residuals,
+        activations=round(step.tokens * sum(count * size for count, size in kept)) - residuals + gathered,
         loss=round(loss),
         backward=round(max(last_layer, head_backward_bytes(config, step, low_bit, trained))),
         at_end=round(end.temporaries),
-        workspace=CUDA_WORKSPACE + step.seq_len * _rotary_bytes(config),
+        workspace=CUDA_WORKSPACE + step.seq_len * of_position,
         held=gradients.held,
         one_layer=round(end.activations),
         build=build,
@@ -198,22 +190,3 @@ def estimate_memory(
         in_backward=step.in_backward,
         host=on_host,
     )
-
-
-def _activations(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> _Activations:
-    """Where layers are not alike, of the end of the backward pass and of each half of a layer's the widest."""
-    kinds = layer_kinds(config, step.tokens, low_bit)
-    kept = [sum(kept_tensors(config, step, trained, kind, step.recompute).values()) for kind in kinds]
-    backward = [layer_backward(config, step, trained, kind) for kind in kinds]
-    # Those of documents' positions are kept until backward ends.
-    gathered = step.documents * step.tokens * _rotary_bytes(config)
-    return _Activations(
-        round(step.tokens * sum(kind.count * own for kind, own in zip(kinds, kept, strict=True))) + gathered,
-        step.tokens * max(kept) + gathered,
-        LayerBackward(*map(max, zip(*backward, strict=True))),
-    )
-
-
-def _rotary_bytes(config: ModelConfig) -> int:
-    """Of a position's cosines and sines, fp32 [S, D/2] each; those of a sequence are kept for all steps."""
-    return 4 * config.rope_dim

@@ -22,7 +22,7 @@ What a GEMM or attention itself reads and writes is part of its rate.
 from collections.abc import Iterable
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import comes_and_goes, host_gradients
+from qtrain.models.cost.full_shard_memory import comes_and_goes, host_gradient_bytes
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes, layer_kinds
 from qtrain.models.cost.parameters import (
     DENSE_MLP,
@@ -151,10 +151,9 @@ def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) ->
 def _host_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     if not (step.gradients_on_host and step.weights_on_host):
         return 0.0
-    sums = host_gradients(config, step.element, low_bit, trained).sums
     # Besides what gradients in memory move: the sum that comes is written, the gradient read, and the new sum written,
     # read for its norm, and read as it leaves.
-    return 5.0 * sums
+    return 5.0 * host_gradient_bytes(config, step.element, low_bit, trained)
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
