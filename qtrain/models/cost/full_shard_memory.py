@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
-from qtrain.models.cost.parameters import embedding_elements, largest_layer, layer_linears
+from qtrain.models.cost.parameters import embedding_elements, layer_linears, layer_weights
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.cost.weight_memory import RankShare
 
@@ -43,7 +43,7 @@ def full_shard_memory(
     """weights: in full, and its masters apart from them, without full sharding. See `estimate_memory` for the
     others."""
     matrix, layers = embedding_elements(config), config.num_hidden_layers
-    layer = trained.bytes / layers if trained.adapters else element * largest_layer(config)
+    layer = trained.bytes / layers if trained.adapters else element * layer_weights(config).largest
     embedding, head = trained.ends(config)
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.

@@ -27,13 +27,7 @@ from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import FullShardBytes, host_gradient_bytes
 from qtrain.models.cost.layer_backward import ByHalf
 from qtrain.models.cost.linear_bytes import LowBitBytes
-from qtrain.models.cost.parameters import (
-    count_parameters,
-    embedding_elements,
-    largest_layer,
-    layer_linears,
-    layer_weights,
-)
+from qtrain.models.cost.parameters import count_parameters, embedding_elements, layer_linears, layer_weights
 from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.cost.weight_memory import RankShare
@@ -89,7 +83,7 @@ def gradient_bytes(
 def _on_host(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> GradientBytes:
     """Of one process whose weights that train, and sums of gradients, are in host memory."""
     matrix, element = embedding_elements(config), step.element
-    layer, sums = element * largest_layer(config), host_gradient_bytes(config, element, low_bit, trained)
+    layer, sums = element * layer_weights(config).largest, host_gradient_bytes(config, element, low_bit, trained)
     linears = [n.weights for n in layer_linears(config).values()]
     buffer = min(PIECE_BYTES, element * max(*linears, matrix * (not config.tie_word_embeddings)))
     at_step = trained.bytes - sums + buffer
@@ -110,7 +104,7 @@ def _largest_partition(config: ModelConfig) -> int:
     """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
     other, matrix = count_parameters(config).other, embedding_elements(config)
     # Norms, biases and routers are the layers', but for the last norm's C.
-    layer = largest_layer(config) + (other - config.hidden_size) // config.num_hidden_layers
+    layer = layer_weights(config).largest + (other - config.hidden_size) // config.num_hidden_layers
     return layer + matrix if config.tie_word_embeddings else max(layer, matrix)
 
 

@@ -139,11 +139,8 @@ class Layer:
         element, tokens, in_swiglu = self.step.element, self.step.tokens, inner * self.swiglu
         gate_up = 2 * inner * (BYTES_PER_ELEMENT if self.kind.low_bit.gate_up_8bit else element)
         # down_proj's grad_input; SwiGLU's backward, which reads no weight; gate_up's grad_input.
-        own = {
-            "down_proj": inner * element,
-            "": in_swiglu,
-            "gate_up": in_swiglu - inner * element - gate_up + c * element,
-        }
+        after_swiglu = in_swiglu - inner * element - gate_up
+        own = {"down_proj": inner * element, "": in_swiglu, "gate_up": after_swiglu + c * element}
         at_mlp = max(tokens * size + self.read.get(name, 0.0) for name, size in own.items())
         if not (self.kind.low_bit.swiglu_codes or self.kind.low_bit.down_input_recomputed):
             at_mlp = max(at_mlp, tokens * 2 * inner * (element + self.kind.low_bit.layer["gate_up"].dy_codes))

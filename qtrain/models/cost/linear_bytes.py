@@ -67,16 +67,6 @@ class LowBitBytes:
             for found, count in layer_counts.items():
                 yield name, count, linear.weights, found
 
-    def per_layer(self, config: ModelConfig) -> list[tuple[int, bool, "LowBitBytes"]]:
-        """(how many, whether they are mixtures, bytes) of layers that are alike."""
-        routed = set(config.moe_layers)
-        if not self.layers:
-            counts = (config.num_hidden_layers - len(routed), False), (len(routed), True)
-            return [(count, kind, self) for count, kind in counts if count]
-        layers = [(index in routed, layer) for index, layer in enumerate(self.layers)]
-        distinct = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
-        return [(layers.count(layer), *layer) for layer in distinct]
-
     def sizes(self, config: ModelConfig) -> list[tuple[int, LinearBytes]]:
         """(elements, bytes) of the layers' linears, those that are alike together."""
         return [(count * weights, linear) for _, count, weights, linear in self.linears(config)]
@@ -98,8 +88,11 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: ModelConfig, tokens: int, low_bit: LowBitBytes) -> list[LayerKind]:
     """The layers of a model that reads micro-batches of this many tokens."""
-    rows = rows_per_token(config, tokens)
-    return [LayerKind(count, rows if routed else 0.0, own) for count, routed, own in low_bit.per_layer(config)]
+    rows, routed = rows_per_token(config, tokens), config.moe_layers
+    of_layers = low_bit.layers or (low_bit,) * config.num_hidden_layers
+    layers = [(rows if index in routed else 0.0, own) for index, own in enumerate(of_layers)]
+    distinct = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
+    return [LayerKind(layers.count(layer), *layer) for layer in distinct]
 
 
 def rows_per_token(config: ModelConfig, tokens: int) -> float:

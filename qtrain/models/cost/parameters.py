@@ -126,18 +126,17 @@ class LayerWeights(NamedTuple):
     dense: int
     mixture: int
 
+    @property
+    def largest(self) -> int:
+        """Of the layer that has most."""
+        return self.attention + max(self.dense, self.mixture)
+
 
 def layer_weights(config: ModelConfig) -> LayerWeights:
     sizes = {name: n.weights for name, n in layer_linears(config).items()}
     dense = sum(sizes.pop(name, 0) for name in DENSE_MLP)
     mixture = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
     return LayerWeights(sum(sizes.values()), dense, mixture)
-
-
-def largest_layer(config: ModelConfig) -> int:
-    """Weights of the linears of the layer that has most."""
-    weights = layer_weights(config)
-    return weights.attention + max(weights.dense, weights.mixture)
 
 
 def embedding_elements(config: ModelConfig) -> int:

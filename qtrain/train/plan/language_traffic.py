@@ -72,10 +72,8 @@ def language_traffic(run: LanguageRun) -> Traffic:
     of_experts = expert_shapes(model_config)
 
     def part(*, experts: bool) -> Traffic:
-        def kept(found: Sequence[Any]) -> list[Any]:
-            return [x for x in found if (x.shape in of_experts) == experts]
-
-        return of(kept(trained.shapes), kept(alone), kept(run.linears))
+        all_found: tuple[Sequence[Any], ...] = trained.shapes, alone, run.linears
+        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in all_found))
 
     experts = ExpertTraffic(
         part(experts=True),
