@@ -122,10 +122,6 @@ def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, 
     drawn, matrix = element if pretrained else 4, embedding_elements(config)
     sharded = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
     # (what stays, what is being made): a tied embedding first, the largest sharded matrix, then all codes.
-    moments = (
-        (element * matrix, drawn * matrix),
-        (round(masters), (element + drawn) * max(sharded)),
-        (round(kept), 0),
-    )
+    moments = ((element * matrix, drawn * matrix), (round(masters), (element + drawn) * max(sharded)), (round(kept), 0))
     weights, initialization = max(moments, key=sum)
     return {"weights": weights, "initialization": initialization}

@@ -144,12 +144,11 @@ class Layer:
         at_mlp = max(tokens * size + self.read.get(name, 0.0) for name, size in own.items())
         if not (self.kind.low_bit.swiglu_codes or self.kind.low_bit.down_input_recomputed):
             at_mlp = max(at_mlp, tokens * 2 * inner * (element + self.kind.low_bit.layer["gate_up"].dy_codes))
+        # All that the MLP kept is freed.
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)
         at_attention -= tokens * ((inner + c) * element + gate_up)
-        return ByHalf(
-            at_mlp + tokens * (self.residual + self.recomputed.at_mlp),
-            at_attention + max(size for name, size in self.read.items() if name not in DENSE_MLP),
-        )
+        at_attention += max(size for name, size in self.read.items() if name not in DENSE_MLP)
+        return ByHalf(at_mlp + tokens * (self.residual + self.recomputed.at_mlp), at_attention)
 
     def _of_mixtures(self, rows: float) -> ByHalf:
         """Of a model with mixtures, its dense layers included. rows: `rows_per_token`."""

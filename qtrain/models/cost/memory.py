@@ -152,7 +152,6 @@ def estimate_memory(
         )
         weights, build, loss = full.weights, full.build, loss + full.at_loss
     gradients = gradient_bytes(config, step, low_bit, trained, share, full)
-    # Of a layer's input in host memory that comes back.
     residual = step.residuals_on_host * step.tokens * config.hidden_size * element
     residuals = residual * (config.num_hidden_layers - 1)
     # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
@@ -165,7 +164,8 @@ def estimate_memory(
     backward = [layer.backward() for _, layer in layers]
     widest = ByHalf(*(max(sizes) + gradients.arriving for sizes in zip(*backward, strict=True)))
     last_layer = widest.with_gradients(layer_gradients(config, trained, config.num_hidden_layers - 1))
-    last_layer += (residual if residuals else 0) + gradients.at_last_layer
+    # The input of the layer before comes back from host memory, if there is one.
+    last_layer += min(residual, residuals) + gradients.at_last_layer
     end = EndOfBackward(gradients.at_end, one_layer, max(widest))
     if not (reshards or step.in_backward or step.gradients_on_host):
         end = end_of_backward(config, step, trained, widest, one_layer)

@@ -119,6 +119,11 @@ def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     return found
 
 
+def expert_shapes(config: ModelConfig) -> set[tuple[int, ...]]:
+    """Of a layer's weights of experts."""
+    return {n.shape for name, n in layer_linears(config).items() if name.startswith("experts.")}
+
+
 class LayerWeights(NamedTuple):
     """Weights of the linears of a layer, which has a dense MLP or a mixture of experts, never both."""
 
@@ -232,15 +237,27 @@ class Flops:
         return self.blocks + self.head + self.attention
 
 
+_PRODUCTS = {
+    "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
+    "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in DENSE_MLP},
+}
+"""Kind of recomputation -> the linears that it computes again, or that the adapters of which it does."""
+
+
+def products_again(kinds: Kinds) -> set[str]:
+    """The linears whose products, and those of their adapters with their input, are computed again."""
+    if "block" in kinds:
+        return set(LAYER_LINEARS)
+    return {name for kind in kinds for name in _PRODUCTS.get(kind, ())}
+
+
 def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
     """The share of a forward pass that backward computes again if it recomputes these kinds, by kind of work."""
     if "block" in kinds:
         return {"blocks": 1.0, "attention": 1.0, "adapters": 1.0}
-    linears = layer_linears(config)
-    linears_of_kind = {"qkv": {"qkv", "qkv_a", "q_b", "kv_b"}, "ffn": {"gate_up", "experts.gate_up", "shared.gate_up"}}
-    again = {name for kind, names in linears_of_kind.items() if kind in kinds for name in names}
-    used = {name: n.layers * n.used for name, n in linears.items()}
-    products = sum(work for name, work in used.items() if name in again)
+    used, again = {name: n.layers * n.used for name, n in layer_linears(config).items()}, products_again(kinds)
+    # Of a down projection only its adapters' product with the input: backward needs no output of it.
+    products = sum(work for name, work in used.items() if name in again and not name.endswith("down_proj"))
     return {"blocks": products / sum(used.values()), "attention": float("attention" in kinds)}
 
 

@@ -236,10 +236,11 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
     c, inner = config.hidden_size, config.intermediate_size
     gate_up = {"gate_up output": 2 * inner * shape.gate_up_bytes}
     if shape.mlp_kinds:
-        down = {"down output": 0 if shape.compiled else c * element}
-        return _mlp_region(
-            shape, gate_up | down, shape.region_input("gate_up"), inner * shape.swiglu_output("down_proj")
+        products, swiglu = (
+            {"down output": 0 if shape.compiled else c * element},
+            inner * shape.swiglu_output("down_proj"),
         )
+        return _mlp_region(shape, gate_up | products, shape.region_input("gate_up"), swiglu)
     kept = {**gate_up, "MLP's norm statistics": 4 + 4 * config.sub_norm}
     kept["mlp_norm output"] = c * shape.input_bytes("gate_up")
     kept["down input"] = 0 if shape.recomputes_down_input else inner * shape.input_bytes("down_proj")

@@ -32,10 +32,11 @@ from qtrain.models.cost.parameters import (
     embedding_elements,
     forward_again,
     layer_linears,
+    products_again,
 )
 from qtrain.models.cost.saved_activations import saved_of_kind
 from qtrain.models.cost.step_shape import StepShape
-from qtrain.models.cost.trained import AdaptedLinear, TrainedPart, products_again
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
 from qtrain.models.native.recompute import Kinds
 
 CODES_READS = 2.6
@@ -85,7 +86,8 @@ def moved_bytes(
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
         + _mlp_chunks(config, step, low_bit, trained)
-        + _residuals(config, step)
+        # Layers' inputs are read when they leave the device, written when they come back.
+        + 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
         + _host_weights(config, step, low_bit)
         + _host_gradients(config, step, low_bit, trained)
     )
@@ -135,11 +137,6 @@ def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     return (chunks - 1) * of_chunk
 
 
-def _residuals(config: ModelConfig, step: StepShape) -> float:
-    # Read when they leave the device, written when they come back.
-    return 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
-
-
 def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
     if not step.weights_on_host:
         return 0.0
@@ -161,6 +158,4 @@ def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> f
         kinds = layer_kinds(config, step.tokens, low_bit)
         return sum(kind.count * sum(saved_of_kind(config, step, kind, recompute).values()) for kind in kinds)
 
-    if not step.recompute:
-        return 0.0
     return RECOMPUTED_PASSES * max(kept(frozenset()) - kept(step.recompute), 0.0)

@@ -24,6 +24,7 @@ from qtrain.models.cost.parameters import (
     layer_linears,
     layer_weights,
     parameter_shapes,
+    products_again,
 )
 from qtrain.models.native.lora_experts import EXPERT_TARGETS
 from qtrain.models.native.recompute import Kinds
@@ -40,19 +41,6 @@ _KEPT_FOR = {
     "experts' down input": set(),
 }
 """Tensor of `saved_per_token` -> the linears as whose input alone it is kept."""
-
-
-_PRODUCTS = {
-    "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
-    "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in ("gate_up", "down_proj")},
-}
-"""Kind of recomputation -> the linears that it computes again."""
-
-
-def products_again(kinds: Kinds) -> set[str]:
-    """The linears whose products, and those of their adapters with their input, are computed again."""
-    every = _PRODUCTS.values() if "block" in kinds else [_PRODUCTS.get(kind, set()) for kind in kinds]
-    return {name for names in every for name in names} | ({"o_proj"} if "block" in kinds else set())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +178,8 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
             columns = lora.r * len(rows)
             adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, columns, n.layers))
         for size in rows:
-            shapes += [
-                ParameterGroup((lora.r, n.in_features), n.layers, True),  # A [r, K]
-                ParameterGroup((size, lora.r), n.layers, True),  # B [N, r]
-            ]
+            # A [r, K] and B [N, r].
+            shapes += [ParameterGroup(shape, n.layers, True) for shape in ((lora.r, n.in_features), (size, lora.r))]
             shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []  # DoRA: a magnitude per row
     for name, n in experts.items():
         if EXPERT_TARGETS[name.removeprefix("experts.")] in targets:

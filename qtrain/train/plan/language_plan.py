@@ -43,9 +43,7 @@ def plan_language_run(
         model_config = model_config.with_sub_norms("--quantize")
     _check_8bit(settings, model_config)
     flops = asdict(flops_per_token(model_config, settings.seq_len))
-    of_layers = layer_linears(model_config)
-    counted = count_parameters(model_config)
-
+    of_layers, counted = layer_linears(model_config), count_parameters(model_config)
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
     run = LanguageRun(checked, model_config, linears, trained, teacher)
 

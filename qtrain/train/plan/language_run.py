@@ -11,9 +11,9 @@ from qtrain.models.cost.memory import MemoryEstimate, estimate_memory
 from qtrain.models.cost.parameters import (
     ParameterGroup,
     count_parameters,
+    expert_shapes,
     flops_per_token,
     layer_index,
-    layer_linears,
     linear_key,
 )
 from qtrain.models.cost.step_shape import StepShape
@@ -136,7 +136,6 @@ class LanguageRun:
         """Bytes of the linears of every layer."""
         checked, model_config = self.checked, self.config
         element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
-        context = checked.settings.cp > 1
         in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
         for linear in self.linears:
             if not linear.is_head:
@@ -161,9 +160,8 @@ class LanguageRun:
             plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
             adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
-            fused = (
-                plain and not adapted and not (context and (spanning_scales(down, "x") or spanning_scales(up, "dy")))
-            )
+            spans = plain and checked.settings.cp > 1 and (spanning_scales(down, "x") or spanning_scales(up, "dy"))
+            fused = plain and not adapted and not spans
             rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
             return LowBitBytes(
                 layer={name: of_linear(name, scheme) for name, scheme in schemes.items()},
@@ -208,11 +206,6 @@ class LanguageRun:
         states = fullest(shapes)
         own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
         return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
-
-
-def expert_shapes(model_config: ModelConfig) -> set[tuple[int, ...]]:
-    """Of the matrices of one expert."""
-    return {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
 
 
 def _packs_examples(settings: LanguageSettings) -> bool:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, linear_key
+from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, expert_shapes, linear_key
 from qtrain.models.cost.trained import all_of
 from qtrain.parallel.layers.context_parallel import exchanged_width
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.quant import LinearChoice
-from qtrain.train.plan.language_run import LanguageRun, expert_shapes
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,

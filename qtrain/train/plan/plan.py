@@ -142,9 +142,9 @@ class Plan:
         total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         count += f"{_billions(self.active)} of them active, " if self.active else ""
-        rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
-        rows += [("data", line) for line in self.data]
-        rows += [
+        rows = [
+            ("model", f"{self.model}, {count}linears in {self.scheme}"),
+            *(("data", line) for line in self.data),
             (
                 "batch",
                 f"{sequences:,} {unit.batch} ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
@@ -155,9 +155,8 @@ class Plan:
         ]
         rows += [("", self.hardware.software)] if self.hardware.software else []
         if self.emulated:
-            rows.append(
-                ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, with the same results but no speedup")
-            )
+            missing = " or ".join(self.emulated)
+            rows.append(("", f"no {missing} arithmetic: emulated, with the same results but no speedup"))
         rows += self._memory_rows() + self._time_rows(tokens)
         rows += self.world.rows(self.n_steps) if self.world else []
         # Eight columns: the report reads the plan back from train.log by them.
