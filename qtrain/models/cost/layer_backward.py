@@ -8,18 +8,16 @@ Alive at every moment are the gradient of the residual that comes in and the one
 product runs, its weight in the form that it reads (`LinearBytes.temporary`). Besides, at the moments that can be the
 widest of a dense layer, in the order of the backward pass:
 
-    down_proj's grad_input      gradient of SwiGLU's output T·I·b                                       MLP's recomputed
-    SwiGLU's backward           that and gate_up's gradient 2·T·I·b, or its codes; down's input is      MLP's recomputed
-                                freed
-    gate_up's quantizer         gate_up's gradient and its codes, where no kernel quantizes it as it    MLP's recomputed
-                                is computed
-    gate_up's grad_input        gate_up's gradient, and its input's T·C·b; gate_up's output and         MLP's recomputed
-                                the gradient of SwiGLU's output are freed
-    attention's backward        gradients of its output and in fp32, of q, k and v, T·(Q·(4 + 2·b) +    all recomputed
-                                QKV·b); all that the MLP kept is freed
+    down_proj's grad_input    the gradient of SwiGLU's output, T·I·b
+    SwiGLU's backward         that, and gate_up's gradient, 2·T·I·b, or its codes; down's input is freed
+    gate_up's quantizer       gate_up's gradient and its codes, where no kernel quantizes it as it is computed
+    gate_up's grad_input      gate_up's gradient, and its input's, T·C·b; gate_up's output and the gradient of SwiGLU's
+                              output are freed
+    attention's backward      gradients of its output, of q, k and v, and one in fp32, T·(Q·(4 + 2·b) + QKV·b); all that
+                              the MLP kept is freed
 
-"recomputed" are the layer's own tensors that backward computes again (`Recomputed`). Of a mixture SwiGLU's backward is
-the MLP's widest moment, of all rows of experts; what it kept counts until the layer ends.
+and the layer's own tensors that backward computes again (`Recomputed`): in the MLP its own, in attention all. Of a
+mixture SwiGLU's backward is the MLP's widest moment, of all rows of experts; what the MLP kept is not taken as freed.
 
 Where MLPs run in chunks of t tokens (`models/native/mlp_chunks.py`), a layer's own tensors are those of attention, of
 all tokens; the stream after attention, whose memory its gradient takes over; and either those of the MLP and of its

@@ -241,7 +241,7 @@ _PRODUCTS = {
     "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
     "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in DENSE_MLP},
 }
-"""Kind of recomputation -> the linears that it computes again, or that the adapters of which it does."""
+"""Kind of recomputation -> the linears of which it computes the product, or that of their adapters, again."""
 
 
 def products_again(kinds: Kinds) -> set[str]:
@@ -256,7 +256,7 @@ def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
     if "block" in kinds:
         return {"blocks": 1.0, "attention": 1.0, "adapters": 1.0}
     used, again = {name: n.layers * n.used for name, n in layer_linears(config).items()}, products_again(kinds)
-    # Of a down projection only its adapters' product with the input: backward needs no output of it.
+    # Of a down projection only the adapters' product with its input: backward does not read its output.
     products = sum(work for name, work in used.items() if name in again and not name.endswith("down_proj"))
     return {"blocks": products / sum(used.values()), "attention": float("attention" in kinds)}
 
