@@ -16,8 +16,9 @@ from qtrain.models import (
     linear_cross_entropy,
     read_model_source,
 )
-from qtrain.models.cost.memory import StepShape, estimate_memory
-from qtrain.models.cost.saved_activations import LowBitBytes
+from qtrain.models.cost.linear_bytes import LowBitBytes
+from qtrain.models.cost.memory import estimate_memory
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.native import decoder, mlp
 from qtrain.models.native.attention import attention_mask
 from qtrain.quant import SCHEMES

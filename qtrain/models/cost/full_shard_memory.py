@@ -3,15 +3,14 @@
 Layers are sharded, and an embedding and a head of their own (`decoder_units`), also where they do not train.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from qtrain.core.host_memory import PIECE_BYTES
-from qtrain.core.maybe_none import MaybeNone
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.parameters import layer_linears
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
+from qtrain.models.cost.parameters import embedding_elements, layer_linears, layer_weights
 from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.cost.weight_memory import RankShare
 
 HEAD = "lm_head"
 
@@ -35,32 +34,29 @@ def full_shard_memory(
     element: int,
     low_bit: LowBitBytes,
     trained: TrainedPart,
-    share: float,
-    share_of: Callable[[str], float | MaybeNone],
+    share: RankShare,
     weights: int,
     *,
-    largest_layer: int,
     whole_matrices: bool,
     pretrained: bool,
 ) -> FullShardBytes:
-    """share: of the fullest rank, over all that trains; share_of: of the linear with this key, HEAD for the ends; None:
-    it is not sharded. weights: in full, and its masters apart from them, without full sharding. largest_layer: elements
-    of its linears. See `estimate_memory` for the others."""
-    matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
-    layer = trained.bytes / layers if trained.adapters else element * largest_layer
-    embedding, head = trained_ends(config, trained)
+    """weights: in full, and its masters apart from them, without full sharding. See `estimate_memory` for the
+    others."""
+    matrix, layers = embedding_elements(config), config.num_hidden_layers
+    layer = trained.bytes / layers if trained.adapters else element * layer_weights(config).largest
+    embedding, head = trained.ends(config)
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.
-    in_full = trained.bytes if trained.adapters and share < 1 else 0
-    sharded = [name for name in layer_linears(config) if share_of(name) is not None]
+    in_full = trained.bytes if trained.adapters and share.states < 1 else 0
+    sharded = [name for name in layer_linears(config) if share.of_linear(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, sharded)
     # An embedding and a head of their own are sharded too.
-    masters -= untied * matrix * (element + _in_full(head_bytes))
+    masters -= untied * matrix * (element + head_bytes.in_full)
     # A frozen embedding's shard; the master of one that trains is in `weights`.
-    masters += (untied and not embedding) * matrix * element * share_of(HEAD)
+    masters += (untied and not embedding) * matrix * element * share.of_linear(HEAD)
     codes = 0.0
     for name, count, linear in _sharded(config, low_bit, element, sharded):
-        hidden, own = name != HEAD, share_of(name)
+        hidden, own = name != HEAD, share.of_linear(name)
         frozen = bool(trained.adapters) or not (hidden or head)
         if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
             masters += count * linear.weight * own  # those that are the model's weights where these stay in full
@@ -74,10 +70,10 @@ def full_shard_memory(
         weights=round(kept + two),
         build=_build(config, element, pretrained, masters + in_full, kept + in_full),
         # fp32, whatever the dtype of the gradients that are added.
-        sums=round(4 * (trained.bytes // trained.element) * share),
+        sums=round(4 * (trained.bytes // trained.element) * share.states),
         last=round(others + last),
         # The last layer stays for its backward pass.
-        at_loss=round(matrix * _in_full(head_bytes) + one - two) if untied else 0,
+        at_loss=round(matrix * head_bytes.in_full + one - two) if untied else 0,
         head_message=head * matrix * element,
     )
 
@@ -85,55 +81,15 @@ def full_shard_memory(
 def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> float:
     """Bytes of all weights that exist in full only while what reads them runs."""
     linears = _sharded(config, low_bit, element, layer_linears(config))
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * element
+    embedding = 0 if config.tie_word_embeddings else embedding_elements(config) * element
     return embedding + sum(elements * linear.weight for _, elements, linear in linears)
 
 
-class HostGradientBytes(NamedTuple):
-    """Of weights that train in host memory. sums: there, of gradients; buffer: on the device, through which they pass;
-    layer: gradients of one; last: those that exist at the end of the backward pass; arriving: the weight of a linear
-    that is there while its codes are computed, as another layer's backward runs; that of the head is gone before the
-    loss."""
-
-    sums: int
-    buffer: int
-    layer: int
-    last: int
-    arriving: int
-
-
-def host_gradients(
-    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, *, largest_layer: int
-) -> HostGradientBytes:
-    """largest_layer: elements of its linears."""
-    embedding, _ = trained_ends(config, trained)
-    matrix, linears, layer = config.vocab_size * config.hidden_size, layer_linears(config), element * largest_layer
-    arriving = {weights * linear.codes_only for _, _, weights, linear in low_bit.linears(config)}
-    sharded = list(_sharded(config, low_bit, element, linears))
-    largest = max(*(n.weights for n in linears.values()), matrix * (not config.tie_word_embeddings))
-    return HostGradientBytes(
-        sums=element * (embedding * matrix + sum(elements for _, elements, _ in sharded)),
-        buffer=min(PIECE_BYTES, element * largest),
-        layer=layer,
-        # Of the unit that is added, and of the one whose backward pass runs meanwhile.
-        last=layer + max(layer, embedding * element * matrix),
-        arriving=element * max(arriving),
-    )
-
-
-def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:
-    """Whether the embedding trains, and whether the head does, where they are matrices of their own."""
-    if config.tie_word_embeddings or trained.adapters:
-        return False, False
-    shape = config.vocab_size, config.hidden_size
-    count = sum(group.count for group in trained.shapes if group.shape == shape and not group.hidden)
-    # Embedding and head have one shape: a matrix more than the head is the embedding.
-    return count > trained.head, trained.head
-
-
-def _in_full(linear: LinearBytes) -> float:
-    """Bytes an element of what the products read."""
-    return linear.codes + (0 if linear.codes_only else linear.weight)
+def host_gradient_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
+    """Of the sums of gradients of weights that train in host memory."""
+    embedding, _ = trained.ends(config)
+    linears = _sharded(config, low_bit, element, layer_linears(config))
+    return element * (embedding * embedding_elements(config) + sum(elements for _, elements, _ in linears))
 
 
 def _sharded(
@@ -145,7 +101,7 @@ def _sharded(
         if name in sharded:
             yield name, count * weights, linear
     if not config.tie_word_embeddings:
-        yield HEAD, config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element)
+        yield HEAD, embedding_elements(config), low_bit.head or LinearBytes(element)
 
 
 def _gathered(config: ModelConfig, low_bit: LowBitBytes, sharded: Collection[str], layers: int | None = None) -> float:
@@ -153,7 +109,7 @@ def _gathered(config: ModelConfig, low_bit: LowBitBytes, sharded: Collection[str
     sizes: dict[str, list[float]] = {}
     for name, count, weights, linear in low_bit.linears(config):
         if name in sharded:
-            sizes.setdefault(name, []).extend([weights * _in_full(linear)] * count)
+            sizes.setdefault(name, []).extend([weights * linear.in_full] * count)
     # The largest `layers` of each kind; [:None] is all of them.
     return sum(sum(sorted(linear_sizes, reverse=True)[:layers]) for linear_sizes in sizes.values())
 
@@ -163,13 +119,9 @@ def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, 
     embedding before all others. masters: bytes of all masters, and of what is not sharded; kept: with the codes that
     are quantized last."""
     # Random weights are drawn in fp32; loaded ones come in the model's dtype.
-    drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
+    drawn, matrix = element if pretrained else 4, embedding_elements(config)
     sharded = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
     # (what stays, what is being made): a tied embedding first, the largest sharded matrix, then all codes.
-    moments = (
-        (element * matrix, drawn * matrix),
-        (round(masters), (element + drawn) * max(sharded)),
-        (round(kept), 0),
-    )
+    moments = ((element * matrix, drawn * matrix), (round(masters), (element + drawn) * max(sharded)), (round(kept), 0))
     weights, initialization = max(moments, key=sum)
     return {"weights": weights, "initialization": initialization}

@@ -14,6 +14,10 @@ LAYER_LINEARS = (
 """The keys of all linears that a layer may have (`linear_key`)."""
 
 
+DENSE_MLP = ("gate_up", "down_proj")
+"""Of these, the linears of a dense MLP."""
+
+
 def linear_key(name: str) -> str:
     """The key of a layer's linear: layers.3.attn.qkv -> qkv, layers.3.mlp.shared.gate_up -> shared.gate_up."""
     owner, own = name.split(".")[-2:]
@@ -115,6 +119,42 @@ def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     return found
 
 
+def expert_shapes(config: ModelConfig) -> set[tuple[int, ...]]:
+    """Of a layer's weights of experts."""
+    return {n.shape for name, n in layer_linears(config).items() if name.startswith("experts.")}
+
+
+class LayerWeights(NamedTuple):
+    """Weights of the linears of a layer, which has a dense MLP or a mixture of experts, never both."""
+
+    attention: int
+    dense: int
+    mixture: int
+
+    @property
+    def largest(self) -> int:
+        """Of the layer that has most."""
+        return self.attention + max(self.dense, self.mixture)
+
+
+def layer_weights(config: ModelConfig) -> LayerWeights:
+    sizes = {name: n.weights for name, n in layer_linears(config).items()}
+    dense = sum(sizes.pop(name, 0) for name in DENSE_MLP)
+    mixture = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
+    return LayerWeights(sum(sizes.values()), dense, mixture)
+
+
+def embedding_elements(config: ModelConfig) -> int:
+    """Of the embedding, and of a head of its own: V·C."""
+    return config.vocab_size * config.hidden_size
+
+
+def attention_input_size(config: ModelConfig) -> int:
+    """Width of q, k and v together, as attention reads them."""
+    # MLA expands its latent to keys of all query heads: q and k are equally wide.
+    return config.qkv_size if config.mla is None else 2 * config.q_size + config.value_size
+
+
 def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     c, kv, layers = config.hidden_size, config.kv_size, config.num_hidden_layers
     return {
@@ -197,15 +237,27 @@ class Flops:
         return self.blocks + self.head + self.attention
 
 
+_PRODUCTS = {
+    "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
+    "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in DENSE_MLP},
+}
+"""Kind of recomputation -> the linears of which it computes the product, or that of their adapters, again."""
+
+
+def products_again(kinds: Kinds) -> set[str]:
+    """The linears whose products, and those of their adapters with their input, are computed again."""
+    if "block" in kinds:
+        return set(LAYER_LINEARS)
+    return {name for kind in kinds for name in _PRODUCTS.get(kind, ())}
+
+
 def forward_again(config: ModelConfig, kinds: Kinds) -> dict[str, float]:
     """The share of a forward pass that backward computes again if it recomputes these kinds, by kind of work."""
     if "block" in kinds:
         return {"blocks": 1.0, "attention": 1.0, "adapters": 1.0}
-    linears = layer_linears(config)
-    linears_of_kind = {"qkv": {"qkv", "qkv_a", "q_b", "kv_b"}, "ffn": {"gate_up", "experts.gate_up", "shared.gate_up"}}
-    again = {name for kind, names in linears_of_kind.items() if kind in kinds for name in names}
-    used = {name: n.layers * n.used for name, n in linears.items()}
-    products = sum(work for name, work in used.items() if name in again)
+    used, again = {name: n.layers * n.used for name, n in layer_linears(config).items()}, products_again(kinds)
+    # Of a down projection only the adapters' product with its input: backward does not read its output.
+    products = sum(work for name, work in used.items() if name in again and not name.endswith("down_proj"))
     return {"blocks": products / sum(used.values()), "attention": float("attention" in kinds)}
 
 

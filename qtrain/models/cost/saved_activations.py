@@ -70,107 +70,15 @@ Latent attention, with qkv_a's width A of which latent vectors are N, and V for 
     q, k and v                  (2·Q + V)·b      as compiled   again            again
 """
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from qtrain.kernels.grouped.token_permutation import padded_rows
 from qtrain.kernels.quantize.keep_8bit import BYTES_PER_ELEMENT
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.parameters import LAYER_LINEARS, layer_linears
+from qtrain.models.cost.linear_bytes import LayerKind, LowBitBytes
+from qtrain.models.cost.parameters import attention_input_size, layer_linears
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.native.recompute import ATTENTION_KINDS, MLP_KINDS, Kinds
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearBytes:
-    """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
-    backward keeps instead of the input (None: the input itself).
-
-    temporary: of the whole weight while it is read, dequantized or in the codes of one product. remade: those that are
-    read and written for such codes in each micro-batch, where they take the place of kept ones. codes_only: codes are
-    all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
-    place; 0: the weight itself. x_quantizer, dy_quantizer: per element of its input, and of its output's gradient, what
-    is read and written where they are quantized. dy_codes: of that gradient's codes, all layouts. adapter_passes: times
-    that an element of its output, or of its input's gradient, is read or written where the product of adapters is
-    added.
-    """
-
-    weight: float
-    codes: float = 0.0
-    kept_input: float | None = None
-    temporary: float = 0.0
-    remade: float = 0.0
-    codes_only: bool = False
-    wire: float = 0.0
-    x_quantizer: float = 0.0
-    dy_quantizer: float = 0.0
-    dy_codes: float = 0.0
-    adapter_passes: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LowBitBytes:
-    """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
-    down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it; swiglu_codes:
-    the operator that computes down's input writes codes alone; gate_up_8bit: backward reads gate_up's output in 8
-    bits. layers: of each layer with the linears that it has, where layers are not alike; () where all are as `layer`
-    says."""
-
-    layer: Mapping[str, LinearBytes]
-    head: LinearBytes | None = None
-    down_input_recomputed: bool = False
-    swiglu_codes: bool = False
-    gate_up_8bit: bool = False
-    layers: tuple["LowBitBytes", ...] = ()
-
-    def linears(self, config: ModelConfig) -> Iterator[tuple[str, int, int, LinearBytes]]:
-        """(key, how many, weights of each, bytes) of the layers' linears; where layers are not alike, those of a key
-        more than once."""
-        for name, linear in layer_linears(config).items():
-            layer_counts = Counter(layer.layer[name] for layer in self.layers if name in layer.layer)
-            if not self.layers and name in self.layer:
-                layer_counts[self.layer[name]] = linear.layers
-            for found, count in layer_counts.items():
-                yield name, count, linear.weights, found
-
-    def per_layer(self, config: ModelConfig) -> list[tuple[int, bool, "LowBitBytes"]]:
-        """(how many, whether they are mixtures, bytes) of layers that are alike."""
-        routed = set(config.moe_layers)
-        if not self.layers:
-            counts = (config.num_hidden_layers - len(routed), False), (len(routed), True)
-            return [(count, kind, self) for count, kind in counts if count]
-        layers = [(index in routed, layer) for index, layer in enumerate(self.layers)]
-        distinct = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
-        return [(layers.count(layer), *layer) for layer in distinct]
-
-    @classmethod
-    def plain(cls, element: int) -> "LowBitBytes":
-        """The linears of a model that is not quantized."""
-        return cls(dict.fromkeys(LAYER_LINEARS, LinearBytes(element)))
-
-
-class LayerKind(NamedTuple):
-    """`count` layers that are alike. rows: per token that a mixture's experts compute, with padding; 0: a plain MLP.
-    low_bit: the bytes of their linears."""
-
-    count: int
-    rows: float
-    low_bit: LowBitBytes
-
-
-def layer_kinds(config: ModelConfig, tokens: int, low_bit: LowBitBytes) -> list[LayerKind]:
-    """The layers of a model that reads micro-batches of this many tokens."""
-    rows = rows_per_token(config, tokens)
-    return [LayerKind(count, rows if routed else 0.0, own) for count, routed, own in low_bit.per_layer(config)]
-
-
-def rows_per_token(config: ModelConfig, tokens: int) -> float:
-    """Rows that a mixture's experts compute for each of `tokens`, with padding; 0 without a mixture."""
-    mixture = config.moe
-    if mixture is None:
-        return 0.0
-    return padded_rows(tokens * (mixture.reserved or mixture.per_token), mixture.experts) / tokens
 
 
 def saved_per_token(
@@ -195,6 +103,11 @@ def saved_per_token(
     attention = _latent_attention if config.mla else _attention
     mlp = _mixture(shape, rows) if rows else _mlp(shape)
     return kept | attention(shape) | mlp
+
+
+def saved_of_kind(config: ModelConfig, step: StepShape, kind: LayerKind, recompute: Kinds) -> dict[str, float]:
+    """The same of a layer of this kind in a step, if it recomputes so."""
+    return saved_per_token(config, recompute, step.compiled, step.element, kind.low_bit, kind.rows, step.sequence_parts)
 
 
 def mlp_tensors(config: ModelConfig, compiled: bool, element: int, low_bit: LowBitBytes) -> set[str]:
@@ -284,7 +197,7 @@ def _attention(shape: LayerShape) -> dict[str, float]:
 
 def _latent_attention(shape: LayerShape) -> dict[str, float]:
     config, kinds, element = shape.config, shape.kinds, shape.element
-    linears, q, v = layer_linears(config), config.q_size, config.value_size
+    linears, v = layer_linears(config), config.value_size
     kept = _attention_output(shape, v)
     inner = [name for name in ("q_b", "kv_b") if name in linears]
     qkv_a = {"qkv_a output": linears["qkv_a"].out_features * element}
@@ -294,7 +207,7 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
     kept |= qkv_a
     # fp32 1/rms of attn_norm, and of the norms of latent vectors.
     kept["attention's norm statistics"] = 4 + 4 * len(inner)
-    kept["q, k and v"] = (2 * q + v) * element
+    kept["q, k and v"] = attention_input_size(config) * element
     kept["latent vectors"] = sum(linears[name].in_features * shape.input_bytes(name) for name in inner)
     kept["attn_norm output"] = config.hidden_size * shape.input_bytes("qkv_a")
     if shape.exchanges or shape.low_bit.layer["o_proj"].kept_input is not None:
@@ -323,10 +236,11 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
     c, inner = config.hidden_size, config.intermediate_size
     gate_up = {"gate_up output": 2 * inner * shape.gate_up_bytes}
     if shape.mlp_kinds:
-        down = {"down output": 0 if shape.compiled else c * element}
-        return _mlp_region(
-            shape, gate_up | down, shape.region_input("gate_up"), inner * shape.swiglu_output("down_proj")
+        products, swiglu = (
+            {"down output": 0 if shape.compiled else c * element},
+            inner * shape.swiglu_output("down_proj"),
         )
+        return _mlp_region(shape, gate_up | products, shape.region_input("gate_up"), swiglu)
     kept = {**gate_up, "MLP's norm statistics": 4 + 4 * config.sub_norm}
     kept["mlp_norm output"] = c * shape.input_bytes("gate_up")
     kept["down input"] = 0 if shape.recomputes_down_input else inner * shape.input_bytes("down_proj")

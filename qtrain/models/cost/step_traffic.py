@@ -22,12 +22,21 @@ What a GEMM or attention itself reads and writes is part of its rate.
 from collections.abc import Iterable
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import comes_and_goes, host_gradients
-from qtrain.models.cost.memory import StepShape
-from qtrain.models.cost.parameters import LayerLinear, count_parameters, forward_again, layer_linears
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, layer_kinds, saved_per_token
-from qtrain.models.cost.trained import AdaptedLinear, TrainedPart, products_again
-from qtrain.models.native.loss import chunk_rows
+from qtrain.models.cost.full_shard_memory import comes_and_goes, host_gradient_bytes
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes, layer_kinds
+from qtrain.models.cost.parameters import (
+    DENSE_MLP,
+    LayerLinear,
+    attention_input_size,
+    count_parameters,
+    embedding_elements,
+    forward_again,
+    layer_linears,
+    products_again,
+)
+from qtrain.models.cost.saved_activations import saved_of_kind
+from qtrain.models.cost.step_shape import StepShape
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
 from qtrain.models.native.recompute import Kinds
 
 CODES_READS = 2.6
@@ -41,10 +50,8 @@ def between_products(
 ) -> float:
     """Bytes per token of forward and backward, of all layers and the loss."""
     c, element, layers = config.hidden_size, step.element, layer_linears(config)
-    # MLA expands its latent to keys of all query heads: q and k are equally wide.
-    qkv = 2 * config.q_size + config.value_size if config.mla else config.qkv_size
     # 16·C: norms, 2·4·C in each pass; 4·QKV: rotary positions, 2·QKV in each.
-    total = float(config.num_hidden_layers * element * (16 * c + 4 * qkv))
+    total = float(config.num_hidden_layers * element * (16 * c + 4 * attention_input_size(config)))
     for name, count, _, linear in low_bit.linears(config):
         n = layers[name]
         rows, columns = n.active * n.out_features, n.active * n.in_features
@@ -79,7 +86,8 @@ def moved_bytes(
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
         + _mlp_chunks(config, step, low_bit, trained)
-        + _residuals(config, step)
+        # Layers' inputs are read when they leave the device, written when they come back.
+        + 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
         + _host_weights(config, step, low_bit)
         + _host_gradients(config, step, low_bit, trained)
     )
@@ -87,31 +95,30 @@ def moved_bytes(
 
 def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     # `output` and `grad_input` read a weight each; of codes there is a layout for either.
-    linears = list(low_bit.linears(config))
+    linears = low_bit.sizes(config)
     plain = total = count_parameters(config).total
-    if any(linear.codes for *_, linear in linears):  # all that is outside of layers counts as they do
-        plain = sum(count * weights for _, count, weights, linear in linears if not linear.codes) * bool(low_bit.layers)
+    if any(linear.codes for _, linear in linears):  # all that is outside of layers counts as they do
+        plain = sum(size for size, linear in linears if not linear.codes) * bool(low_bit.layers)
     read = 2.0 * (total - plain) + 2.0 * step.element * plain
     # What is dequantized for a product is read in its format, written, and read by the product; again where layers
     # are recomputed.
     products = 2 + forward_again(config, step.recompute)["blocks"]
     read += sum(
-        count * weights * (products * (linear.weight + 2 * linear.temporary) - 2 * step.element)
-        for _, count, weights, linear in linears
+        size * (products * (linear.weight + 2 * linear.temporary) - 2 * step.element)
+        for size, linear in linears
         if linear.temporary and not linear.codes
     )
-    remade = sum(count * weights * linear.remade for _, count, weights, linear in linears)
+    remade = sum(size * linear.remade for size, linear in linears)
     # Gradients are written; where they accumulate, the sum is read too.
     return read + remade + trained.bytes * (2 if step.accumulates else 1)
 
 
 def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
-    chunks = -(-step.tokens // chunk_rows(step.tokens, step.loss_chunks, large=True))
-    if chunks == 1 or not trained.head:
+    if not (step.chunked_loss and trained.head):
         return 0.0
     # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
     of_chunk = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
-    return chunks * config.vocab_size * config.hidden_size * of_chunk
+    return -(-step.tokens // step.loss_rows) * embedding_elements(config) * of_chunk
 
 
 def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
@@ -120,7 +127,7 @@ def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
         return 0.0
     of_chunk = 0.0
     for name, count, weights, linear in low_bit.linears(config):
-        if name in ("gate_up", "down_proj"):
+        if name in DENSE_MLP:
             # Read by the forward pass, again in the backward pass, and by that itself; what is dequantized is written
             # too.
             of_chunk += count * 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
@@ -130,39 +137,25 @@ def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     return (chunks - 1) * of_chunk
 
 
-def _residuals(config: ModelConfig, step: StepShape) -> float:
-    # Read when they leave the device, written when they come back.
-    return 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
-
-
 def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
     if not step.weights_on_host:
         return 0.0
     # Written in both passes; where products read codes, the weight is read then, and they are written.
-    codes = [(count * weights, linear) for _, count, weights, linear in low_bit.linears(config) if linear.codes]
-    coded = sum(elements * (linear.weight + linear.codes) for elements, linear in codes)
+    coded = sum(size * (linear.weight + linear.codes) for size, linear in low_bit.sizes(config) if linear.codes)
     return 2.0 * (comes_and_goes(config, low_bit, step.element) + coded)
 
 
 def _host_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     if not (step.gradients_on_host and step.weights_on_host):
         return 0.0
-    sums = host_gradients(config, step.element, low_bit, trained, largest_layer=0).sums
     # Besides what gradients in memory move: the sum that comes is written, the gradient read, and the new sum written,
     # read for its norm, and read as it leaves.
-    return 5.0 * sums
+    return 5.0 * host_gradient_bytes(config, step.element, low_bit, trained)
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
-    how = step.compiled, step.element
-
     def kept(recompute: Kinds) -> float:
-        return sum(
-            kind.count
-            * sum(saved_per_token(config, recompute, *how, kind.low_bit, kind.rows, step.sequence_parts).values())
-            for kind in layer_kinds(config, step.tokens, low_bit)
-        )
+        kinds = layer_kinds(config, step.tokens, low_bit)
+        return sum(kind.count * sum(saved_of_kind(config, step, kind, recompute).values()) for kind in kinds)
 
-    if not step.recompute:
-        return 0.0
     return RECOMPUTED_PASSES * max(kept(frozenset()) - kept(step.recompute), 0.0)

@@ -17,7 +17,15 @@ from collections.abc import Mapping
 
 from qtrain.models.adapters.lora import Lora, chosen_targets
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.parameters import ParameterGroup, layer_linears
+from qtrain.models.cost.parameters import (
+    DENSE_MLP,
+    ParameterGroup,
+    embedding_elements,
+    layer_linears,
+    layer_weights,
+    parameter_shapes,
+    products_again,
+)
 from qtrain.models.native.lora_experts import EXPERT_TARGETS
 from qtrain.models.native.recompute import Kinds
 from qtrain.quant.adapted_experts import padded_rank
@@ -33,19 +41,6 @@ _KEPT_FOR = {
     "experts' down input": set(),
 }
 """Tensor of `saved_per_token` -> the linears as whose input alone it is kept."""
-
-
-_PRODUCTS = {
-    "qkv": {"qkv", "qkv_a", "q_b", "kv_b"},
-    "ffn": {f"{owner}{name}" for owner in ("", "shared.", "experts.") for name in ("gate_up", "down_proj")},
-}
-"""Kind of recomputation -> the linears that it computes again."""
-
-
-def products_again(kinds: Kinds) -> set[str]:
-    """The linears whose products, and those of their adapters with their input, are computed again."""
-    every = _PRODUCTS.values() if "block" in kinds else [_PRODUCTS.get(kind, set()) for kind in kinds]
-    return {name for names in every for name in names} | ({"o_proj"} if "block" in kinds else set())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +117,24 @@ class TrainedPart:
             found["scaled by DoRA"] = element * scaled
         return found
 
+    def head_elements(self, config: ModelConfig) -> int:
+        """Elements of the output head that have a gradient."""
+        return embedding_elements(config) if self.head else 0
+
+    def ends(self, config: ModelConfig) -> tuple[bool, bool]:
+        """Whether the embedding trains, and whether the head does, where they are matrices of their own."""
+        if config.tie_word_embeddings or self.adapters:
+            return False, False
+        shape = config.vocab_size, config.hidden_size
+        count = sum(group.count for group in self.shapes if group.shape == shape and not group.hidden)
+        # Embedding and head have one shape: a matrix more than the head is the embedding.
+        return count > self.head, self.head
+
     def mlp_elements(self, config: ModelConfig) -> int:
         """Elements that have a gradient of the two linears of a dense MLP."""
-        names = "gate_up", "down_proj"
         if not self.adapters:
-            return sum(n.weights for name, n in layer_linears(config).items() if name in names)
-        adapters = [a for a in self.adapters if a.name in names]
+            return layer_weights(config).dense
+        adapters = [a for a in self.adapters if a.name in DENSE_MLP]
         # A [P·r, K] of all projections, B [rows, r] of each.
         return sum(a.columns * a.in_features + a.columns // len(a.rows) * sum(a.rows) for a in adapters)
 
@@ -143,6 +150,11 @@ class TrainedPart:
             a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns * (a.active or 1) for a in self.adapters
         )
         return {**flops, **frozen, "adapters": 6.0 * own}  # 2 FLOPs a multiply-add, three GEMMs
+
+
+def all_of(config: ModelConfig, element: int) -> TrainedPart:
+    """A model in which everything trains."""
+    return TrainedPart(parameter_shapes(config), element, head=True)
 
 
 def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element: int) -> TrainedPart:
@@ -166,10 +178,8 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
             columns = lora.r * len(rows)
             adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, columns, n.layers))
         for size in rows:
-            shapes += [
-                ParameterGroup((lora.r, n.in_features), n.layers, True),  # A [r, K]
-                ParameterGroup((size, lora.r), n.layers, True),  # B [N, r]
-            ]
+            # A [r, K] and B [N, r].
+            shapes += [ParameterGroup(shape, n.layers, True) for shape in ((lora.r, n.in_features), (size, lora.r))]
             shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []  # DoRA: a magnitude per row
     for name, n in experts.items():
         if EXPERT_TARGETS[name.removeprefix("experts.")] in targets:

@@ -278,13 +278,10 @@ def _mlp_chunks(settings: TrainSettings, tokens: int, keep_given: bool, dense: C
     if not isinstance(settings, LanguageSettings) or not _own_decoder(settings) or (keep_given and settings.mlp_chunks):
         return []
     numbers = [chunks for chunks in MLP_CHUNKS if tokens // chunks >= FEWEST_MLP_ROWS]
-    chunked: dict[str, Any] = {
-        "activation_checkpointing": "none",
-        "recompute": ("block",),
-        "mlp_chunks": (numbers or [0])[0],
-    }
-    allowed = bool(numbers) and _allows(replace(settings, **chunked), "--mlp_chunks")
-    return numbers if allowed and dense() else []
+    if not numbers:
+        return []
+    chunked = replace(settings, activation_checkpointing="none", recompute=("block",), mlp_chunks=numbers[0])
+    return numbers if _allows(chunked, "--mlp_chunks") and dense() else []
 
 
 def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]:

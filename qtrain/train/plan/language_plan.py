@@ -2,21 +2,21 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
-from qtrain.models.cost.memory import Peak, all_of
-from qtrain.models.cost.parameters import count_parameters, forward_again, layer_linears, linear_key
+from qtrain.models.cost.memory import Peak
+from qtrain.models.cost.parameters import count_parameters, flops_per_token, forward_again, layer_linears, linear_key
 from qtrain.models.cost.step_traffic import moved_bytes
 from qtrain.models.cost.teacher import teacher_flops
-from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.cost.trained import TrainedPart, all_of
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.language_run import LanguageRun, flops_by_kind
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.plan.language_traffic import language_traffic
 from qtrain.train.plan.plan import Figures, Plan, make_plan
 from qtrain.train.plan.step_time import TEACHER
@@ -42,10 +42,8 @@ def plan_language_run(
     if checked.scheme.root.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
     _check_8bit(settings, model_config)
-    flops = flops_by_kind(model_config, settings.seq_len)
-    of_layers = layer_linears(model_config)
-    counted = count_parameters(model_config)
-
+    flops = asdict(flops_per_token(model_config, settings.seq_len))
+    of_layers, counted = layer_linears(model_config), count_parameters(model_config)
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
     run = LanguageRun(checked, model_config, linears, trained, teacher)
 

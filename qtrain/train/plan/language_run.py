@@ -2,41 +2,34 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from qtrain.models import ModelConfig
-from qtrain.models.cost.memory import ONE_GPU, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
+from qtrain.models.cost.memory import MemoryEstimate, estimate_memory
 from qtrain.models.cost.parameters import (
     ParameterGroup,
     count_parameters,
+    expert_shapes,
     flops_per_token,
     layer_index,
-    layer_linears,
     linear_key,
 )
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.step_traffic import between_products
 from qtrain.models.cost.teacher import with_teacher
-from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
+from qtrain.models.cost.trained import AdaptedLinear, TrainedPart, all_of
+from qtrain.models.cost.weight_memory import ONE_GPU, RankShare
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.quant.adapted_linear import adapters_read_codes, row_quantization
+from qtrain.quant.adapted_linear import row_quantization
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
-from qtrain.quant.gemm_table import is_dequantized
-from qtrain.quant.weight_codes import reads_codes_only, wire_format
+from qtrain.quant.weight_codes import reads_codes_only
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.scheme_bytes import (
-    adapter_passes,
-    code_bytes,
-    kept_input_bytes,
-    operand_code_bytes,
-    other_layout_bytes,
-    quantizer_bytes,
-    weight_bytes,
-)
+from qtrain.train.plan.scheme_bytes import linear_bytes
 from qtrain.train.plan.sharding import fullest_share
 from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
@@ -94,7 +87,7 @@ class LanguageRun:
         return BetweenProducts(
             run=run,
             measured=between_products(self.config, plain, in_full),
-            flops=flops_by_kind(self.config, MEASURED_SEQUENCE),
+            flops=asdict(flops_per_token(self.config, MEASURED_SEQUENCE)),
         )
 
     def memory(self) -> MemoryEstimate:
@@ -121,7 +114,8 @@ class LanguageRun:
                 if count
             ]
         optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
-        codes_only = {linear.shape for linear in self.linears if _codes_only(linear, adapted)}
+        # Codes are all that is read of these weights: where masters are sharded, there is no full one.
+        codes_only = {n.shape for n in self.linears if n.scheme and reads_codes_only(n.scheme) and not adapted}
         estimate = estimate_memory(
             model_config,
             self.step_shape,
@@ -142,7 +136,6 @@ class LanguageRun:
         """Bytes of the linears of every layer."""
         checked, model_config = self.checked, self.config
         element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
-        context = checked.settings.cp > 1
         in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
         for linear in self.linears:
             if not linear.is_head:
@@ -155,30 +148,24 @@ class LanguageRun:
         frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
         head = next((linear.in_one_layout if one else linear.scheme for linear in self.linears if linear.is_head), None)
 
+        def of_linear(name: str, scheme: LowBitScheme | None) -> LinearBytes:
+            in_full = frozen_in_full or _is_whole(checked.mesh, name)
+            return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, in_linears)
+
         def of_layer(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
             # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
             # Of a mixture the experts decide, which are most of the layer.
             main = "experts." if "experts.gate_up" in schemes else ""
             up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
             plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
-            in_one_function = plain and not adapted
             adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
-            fused = in_one_function and not (context and (spanning_scales(down, "x") or spanning_scales(up, "dy")))
+            spans = plain and checked.settings.cp > 1 and (spanning_scales(down, "x") or spanning_scales(up, "dy"))
+            fused = plain and not adapted and not spans
             rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
             return LowBitBytes(
-                layer={
-                    name: _linear_bytes(
-                        scheme,
-                        element,
-                        columns.get(name, 0),
-                        adapted,
-                        frozen_in_full or _is_whole(checked.mesh, name),
-                        in_linears,
-                    )
-                    for name, scheme in schemes.items()
-                },
-                head=None if head is None else _linear_bytes(head, element, 0, adapted, frozen_in_full, in_linears),
+                layer={name: of_linear(name, scheme) for name, scheme in schemes.items()},
+                head=None if head is None else of_linear("lm_head", head),
                 down_input_recomputed=rowwise,
                 swiglu_codes=rowwise or bool(adapted_codes or (fused and writes_swiglu_codes(down, "x"))),
                 gate_up_8bit="gate_up" in kept_8bit(checked.settings),
@@ -221,26 +208,10 @@ class LanguageRun:
         return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
 
 
-def flops_by_kind(model_config: ModelConfig, seq_len: int) -> dict[str, float]:
-    """Per token."""
-    found = flops_per_token(model_config, seq_len)
-    return {"blocks": found.blocks, "head": found.head, "attention": found.attention}
-
-
-def expert_shapes(model_config: ModelConfig) -> set[tuple[int, ...]]:
-    """Of the matrices of one expert."""
-    return {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
-
-
 def _packs_examples(settings: LanguageSettings) -> bool:
     """Whether instructions or chats share sequences, as documents of their own."""
     kind = (settings.train_ds or {}).get("type")
     return kind in ("instruct", "chat") and getattr(settings, "seq_len_multiple", 0) == 0
-
-
-def _codes_only(linear: LinearChoice, adapted: bool) -> bool:
-    """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
-    return linear.scheme is not None and reads_codes_only(linear.scheme) and not adapted
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
@@ -255,40 +226,3 @@ def _adapted_mlp_writes_codes(
     if trained is None or trained.dora or not trained.in_linears or not columns.keys() >= {"gate_up", "down_proj"}:
         return False
     return row_quantization(down, "x") is not None and row_quantization(up, "dy") is not None
-
-
-def _linear_bytes(
-    scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, in_linears: bool
-) -> LinearBytes:
-    """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
-    nothing; its adapters keep the input, or the codes of it that they read. in_full: it keeps the weight as well as
-    codes of it. in_linears: as of `TrainedPart`."""
-    passes = adapter_passes(scheme, columns) if columns else 0.0
-    if scheme is None:
-        return LinearBytes(element, adapter_passes=passes)
-    kept = kept_input_bytes(scheme, element)
-    if adapted:
-        reads_codes = columns and in_linears and adapters_read_codes(scheme, "x")
-        kept = operand_code_bytes(scheme, "x", frozen=True) if reads_codes else element
-    wire = wire_format(scheme)
-    operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
-    # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
-    read = [
-        element if other is None or is_dequantized(other, w) else float(w.fmt == "nf4")
-        for other, w in operands
-        if w is not None
-    ]
-    made = other_layout_bytes(scheme)
-    return LinearBytes(
-        weight=weight_bytes(scheme, element),
-        codes=code_bytes(scheme),
-        kept_input=None if kept == element else kept,
-        codes_only=reads_codes_only(scheme) and not in_full,
-        wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
-        temporary=max(*read, made.kept, 0.0),
-        remade=made.moved,
-        x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
-        dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
-        dy_codes=operand_code_bytes(scheme, "dy", frozen=adapted),
-        adapter_passes=passes,
-    )

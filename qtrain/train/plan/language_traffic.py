@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qtrain.models.cost.full_shard_memory import trained_ends
-from qtrain.models.cost.memory import all_of
-from qtrain.models.cost.parameters import ParameterGroup, linear_key
+from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, expert_shapes, linear_key
+from qtrain.models.cost.trained import all_of
 from qtrain.parallel.layers.context_parallel import exchanged_width
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.quant import LinearChoice
-from qtrain.train.plan.language_run import LanguageRun, expert_shapes
+from qtrain.train.plan.language_run import LanguageRun
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,
@@ -35,9 +34,9 @@ def language_traffic(run: LanguageRun) -> Traffic:
     own_head = trained.head and not model_config.tie_word_embeddings
     # A tied head is the embedding: its weight is not the linear's alone. Under adapters all linears are frozen.
     alone = [] if adapted else [linear for linear in run.linears if own_head or not linear.is_head]
-    matrix = model_config.vocab_size * model_config.hidden_size
+    matrix = embedding_elements(model_config)
     ends = 2 * matrix * (not model_config.tie_word_embeddings)
-    trained_end = sum(trained_ends(model_config, trained))
+    trained_end = sum(trained.ends(model_config))
     element = checked.dtype.itemsize
 
     def of(shapes: Sequence[ParameterGroup], alone: Sequence[LinearChoice], linears: Sequence[LinearChoice]) -> Traffic:
@@ -73,10 +72,8 @@ def language_traffic(run: LanguageRun) -> Traffic:
     of_experts = expert_shapes(model_config)
 
     def part(*, experts: bool) -> Traffic:
-        def kept(found: Sequence[Any]) -> list[Any]:
-            return [x for x in found if (x.shape in of_experts) == experts]
-
-        return of(kept(trained.shapes), kept(alone), kept(run.linears))
+        all_found: tuple[Sequence[Any], ...] = trained.shapes, alone, run.linears
+        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in all_found))
 
     experts = ExpertTraffic(
         part(experts=True),

@@ -164,6 +164,5 @@ def resolve_auto_scheme(
     per_shape: Scheme = scheme_per_shape(scheme, shapes, chosen)
     if overridden is not None:
         per_shape = dataclasses.replace(overridden, default=per_shape)
-    return dataclasses.replace(
-        checked, settings=dataclasses.replace(settings, quantize_kwargs=kwargs), scheme=per_shape
-    ), lines
+    settings = dataclasses.replace(settings, quantize_kwargs=kwargs)
+    return dataclasses.replace(checked, settings=settings, scheme=per_shape), lines

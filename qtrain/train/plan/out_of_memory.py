@@ -14,11 +14,7 @@ LESS_MEMORY = 0.94
 
 
 def out_of_memory(
-    step: int,
-    plan: Plan,
-    settings: TrainSettings,
-    peak: int,
-    checkpoint: Path | None = None,
+    step: int, plan: Plan, settings: TrainSettings, peak: int, checkpoint: Path | None = None
 ) -> TrainingStopped:
     """The error for exhausted memory: the plan, the measured peak, and what to change. With --fit auto a `Restart` in
     less memory, from `checkpoint` if there is one.

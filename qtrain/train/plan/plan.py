@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import torch
 
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
@@ -20,6 +21,8 @@ from qtrain.train.plan.linears import shares
 from qtrain.train.plan.step_time import (
     BANDWIDTH_REACHED,
     BetweenProducts,
+    Passes,
+    Shares,
     compute_seconds,
     emulated_arithmetics,
     low_bit_share,
@@ -139,9 +142,9 @@ class Plan:
         total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         count += f"{_billions(self.active)} of them active, " if self.active else ""
-        rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
-        rows += [("data", line) for line in self.data]
-        rows += [
+        rows = [
+            ("model", f"{self.model}, {count}linears in {self.scheme}"),
+            *(("data", line) for line in self.data),
             (
                 "batch",
                 f"{sequences:,} {unit.batch} ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
@@ -152,9 +155,8 @@ class Plan:
         ]
         rows += [("", self.hardware.software)] if self.hardware.software else []
         if self.emulated:
-            rows.append(
-                ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, with the same results but no speedup")
-            )
+            missing = " or ".join(self.emulated)
+            rows.append(("", f"no {missing} arithmetic: emulated, with the same results but no speedup"))
         rows += self._memory_rows() + self._time_rows(tokens)
         rows += self.world.rows(self.n_steps) if self.world else []
         # Eight columns: the report reads the plan back from train.log by them.
@@ -227,6 +229,23 @@ class Figures:
     resharding: str = "never"
     """--reshard_after_forward, where the plan of a world takes full sharding into account."""
 
+    def shortest(
+        self, by_kind: Mapping[str, Shares], hardware: Hardware, dtype: torch.dtype, *, reached: bool = False
+    ) -> dict[str, float]:
+        """`shortest_seconds` of this work."""
+        return shortest_seconds(self.flops, by_kind, hardware, dtype, frozen=self.frozen, reached=reached)
+
+    def passes(
+        self, by_kind: Mapping[str, Shares], hardware: Hardware, dtype: torch.dtype, samples: int, sol: float
+    ) -> Passes:
+        """What `samples` take at the fraction `sol` of the speed of light."""
+        again, frozen, between = self.again, self.frozen, self.between
+        if between is None:
+            return compute_seconds(self.shortest(by_kind, hardware, dtype), samples, sol, again, frozen)
+        reached = self.shortest(by_kind, hardware, dtype, reached=True)
+        products = between.products_sol(sol, by_kind, dtype)
+        return token_seconds(reached, samples, products, again, frozen, between.run, hardware.memory_bandwidth)
+
 
 def make_plan(
     checked: CheckedSettings,
@@ -244,50 +263,44 @@ def make_plan(
     """
     check_environment()
     settings, geometry = checked.settings, checked.geometry
-    shared: dict[str, Any] = {
-        "model": settings.model,
-        "scheme": (getattr(checked.scheme.root, "name", "") or settings.quantize)
-        + ", some by --quantize_overrides" * bool(settings.quantize_overrides),
-        "geometry": geometry,
-        "n_steps": settings.steps,
-        "tokens_per_step": settings.batch_size * per_sample,
-        "hardware": hardware,
-        "emulated": emulated_arithmetics(linears, hardware),
-        "unit": unit,
-        "parameters": parameters,
-    }
+    name = getattr(checked.scheme.root, "name", "") or settings.quantize
+    plan = Plan(
+        model=settings.model,
+        scheme=name + ", some by --quantize_overrides" * bool(settings.quantize_overrides),
+        geometry=geometry,
+        n_steps=settings.steps,
+        tokens_per_step=settings.batch_size * per_sample,
+        hardware=hardware,
+        emulated=emulated_arithmetics(linears, hardware),
+        unit=unit,
+        parameters=parameters,
+    )
     if figures is None:
         refuse_world(settings)
-        return Plan(**shared)
+        return plan
+    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // geometry.cp
+    return _with_figures(plan, checked, linears, figures, samples)
+
+
+def _with_figures(
+    plan: Plan, checked: CheckedSettings, linears: Sequence[LinearChoice], figures: Figures, samples: int
+) -> Plan:
+    """`plan` with memory and time. samples: tokens or images that a GPU computes in a step."""
+    settings, hardware, dtype = checked.settings, plan.hardware, checked.dtype
     kinds = {"blocks": [n for n in linears if not n.is_head], "head": [n for n in linears if n.is_head]}
     by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
-    seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
-    peak, world = figures.memory_on(checked.mesh, checked.reshards), None
-    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // geometry.cp
+    seconds, peak = figures.shortest(by_kind, hardware, dtype), figures.memory_on(checked.mesh, checked.reshards)
     # Products of weights that are stored in low bits may all be in high precision.
     low_bit = float(any(linear.scheme and set(linear.scheme.gemm_dtypes().values()) - {"bf16"} for linear in linears))
     if settings.quantize_overrides and low_bit:
-        plain = shortest_seconds(figures.flops, {}, hardware, checked.dtype, frozen=figures.frozen)
-        low_bit = low_bit_share(by_kind["blocks"], seconds, plain)
+        low_bit = low_bit_share(by_kind["blocks"], seconds, figures.shortest({}, hardware, dtype))
     # A user's own fraction, or the nearest measurement, with the name of what was measured.
     sol, source = settings.sol, "--sol"
     if sol is None:
-        assert parameters is not None  # as all figures need them
-        sol, source = measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)
+        assert plan.parameters is not None  # as all figures need them
+        sol, source = measured_sol(plan.unit, plan.parameters, low_bit=low_bit, moe=figures.moe)
         source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
-    if figures.between is None:
-        passes = compute_seconds(seconds, samples, sol, figures.again, figures.frozen)
-    else:
-        reached = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen, reached=True)
-        passes = token_seconds(
-            reached,
-            samples,
-            figures.between.products_sol(sol, by_kind, checked.dtype),
-            figures.again,
-            figures.frozen,
-            figures.between.run,
-            hardware.memory_bandwidth,
-        )
+    passes, world = figures.passes(by_kind, hardware, dtype, samples, sol), None
     if settings.world_size is not None:
         world = WorldPlan(
             mesh=checked.mesh,
@@ -297,26 +310,20 @@ def make_plan(
             traffic=figures.traffic(),
             memory_on=figures.memory_on,
             resharding=figures.resharding,
-            work=Work(samples, unit, sum(passes), sol, source),
+            work=Work(samples, plan.unit, sum(passes), sol, source),
         )
-    return Plan(
-        **shared,
+    micro_batches, link = plan.geometry.gradient_accumulation, hardware.host_bandwidth or math.inf
+    forward, backward = (size / micro_batches for size in passes)
+    waits = offload_seconds(peak.host, link, forward, backward, micro_batches, figures.embedding_bytes)
+    return replace(
+        plan,
         active=figures.active,
         flops=figures.flops,
         seconds=seconds,
         memory=peak.kinds,
         moment=peak.moment,
         host=peak.host,
-        step_seconds=sum(passes)
-        + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth)
-        + offload_seconds(
-            peak.host,
-            hardware.host_bandwidth or math.inf,
-            passes.forward / geometry.gradient_accumulation,
-            passes.backward / geometry.gradient_accumulation,
-            geometry.gradient_accumulation,
-            figures.embedding_bytes,
-        ),
+        step_seconds=sum(passes) + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth) + waits,
         world=world,
     )
 

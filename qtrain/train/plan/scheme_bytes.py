@@ -4,9 +4,12 @@ what is read and written where a tensor is quantized."""
 from typing import NamedTuple
 
 from qtrain.kernels.gemm.low_rank_mm import LARGEST_RANK
+from qtrain.models.cost.linear_bytes import LinearBytes
 from qtrain.quant import LowBitScheme
-from qtrain.quant.gemm_table import adds_low_rank
+from qtrain.quant.adapted_linear import adapters_read_codes
+from qtrain.quant.gemm_table import adds_low_rank, is_dequantized
 from qtrain.quant.tensor_roles import NeedsOperand, TensorName
+from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.tensors.stored_weight import STORED_FORMATS
 
 
@@ -70,3 +73,40 @@ def adapter_passes(scheme: LowBitScheme | None, columns: int) -> float:
     gemms = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     # In the epilogue of the GEMM, or by a second one that reads and writes the result.
     return 0.0 if columns <= LARGEST_RANK and all(adds_low_rank(*formats) for formats in gemms) else 2.0
+
+
+def linear_bytes(
+    scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, in_linears: bool
+) -> LinearBytes:
+    """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
+    nothing; its adapters keep the input, or the codes of it that they read. in_full: it keeps the weight as well as
+    codes of it. in_linears: as of `TrainedPart`."""
+    passes = adapter_passes(scheme, columns) if columns else 0.0
+    if scheme is None:
+        return LinearBytes(element, adapter_passes=passes)
+    kept = kept_input_bytes(scheme, element)
+    if adapted:
+        reads_codes = columns and in_linears and adapters_read_codes(scheme, "x")
+        kept = operand_code_bytes(scheme, "x", frozen=True) if reads_codes else element
+    wire = wire_format(scheme)
+    operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
+    read = [
+        element if other is None or is_dequantized(other, w) else float(w.fmt == "nf4")
+        for other, w in operands
+        if w is not None
+    ]
+    made = other_layout_bytes(scheme)
+    return LinearBytes(
+        weight=weight_bytes(scheme, element),
+        codes=code_bytes(scheme),
+        kept_input=None if kept == element else kept,
+        codes_only=reads_codes_only(scheme) and not in_full,
+        wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
+        temporary=max(*read, made.kept, 0.0),
+        remade=made.moved,
+        x_quantizer=quantizer_bytes(scheme, "x", element, frozen=adapted),
+        dy_quantizer=quantizer_bytes(scheme, "dy", element, frozen=adapted),
+        dy_codes=operand_code_bytes(scheme, "dy", frozen=adapted),
+        adapter_passes=passes,
+    )

@@ -104,10 +104,7 @@ MEASURED = {
     # tokens a step.
     TOKENS: Measured(
         "Qwen2.5 of 0.5B to 7B",
-        {
-            "fp8_tensorwise": {494e6: 0.383, 1544e6: 0.456, 7616e6: 0.497},
-            "bf16": {494e6: 0.493, 7616e6: 0.618},
-        },
+        {"fp8_tensorwise": {494e6: 0.383, 1544e6: 0.456, 7616e6: 0.497}, "bf16": {494e6: 0.493, 7616e6: 0.618}},
     ),
     # docs/results/vision.json: 64 images of 224 x 224 a step.
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),

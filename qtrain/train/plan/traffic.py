@@ -64,10 +64,8 @@ class ExpertTraffic:
     def part(self, ranks: int) -> "Traffic":
         """The traffic of one rank's experts."""
         whole = self.parameters
-        weights, in_layers, outside = (size / ranks for size in (whole.weights, whole.in_layers, whole.outside))
-        return replace(
-            whole, parameters=whole.parameters // ranks, weights=weights, in_layers=in_layers, outside=outside
-        )
+        parts = {name: getattr(whole, name) / ranks for name in ("weights", "in_layers", "outside")}
+        return replace(whole, parameters=whole.parameters // ranks, **parts)
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,5 @@ def weights_on_wire(
 ) -> float:
     """Bytes of all updated weights. parameters: that train; trained: the linears among them that hold their weights
     alone."""
-    saved = (
-        linear.weights * (weight_bytes_on_wire(linear.scheme, element, codes_only) - element) for linear in trained
-    )
+    saved = (n.weights * (weight_bytes_on_wire(n.scheme, element, codes_only) - element) for n in trained)
     return parameters * element + sum(saved)

@@ -16,11 +16,7 @@ from qtrain.train.log.metrics import SampleUnit
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
 from qtrain.train.plan.sharding import resharded
-from qtrain.train.plan.step_time import (
-    exchange_overhead,
-    exposed_seconds,
-    tp_overhead,
-)
+from qtrain.train.plan.step_time import exchange_overhead, exposed_seconds, tp_overhead
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.settings.machine import Wire
 from qtrain.train.settings.settings import TrainSettings
@@ -167,8 +163,7 @@ class WorldPlan:
     def meshes(self) -> Sequence[Mesh]:
         """Those of the table: shard groups of the same size as asked for, or, where no flag says their size, of all
         ranks."""
-        found, node = [], self.cluster.gpus_per_node
-        tensor = self.mesh.tp
+        found, node, tensor = [], self.cluster.gpus_per_node, self.mesh.tp
         for world in sorted({*SIZES, self.mesh.world}):
             data = world // tensor
             shard = min(self.mesh.shard, data) if self.keeps_shard else data

@@ -19,9 +19,11 @@ from qtrain.models import (
     compile_layers,
     read_model_source,
 )
-from qtrain.models.cost.memory import StepShape, estimate_memory
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes, rows_per_token
+from qtrain.models.cost.memory import estimate_memory
 from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
+from qtrain.models.cost.saved_activations import saved_per_token
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.recompute import ATTENTION_KINDS

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from qtrain.models import Lora, ModelConfig, read_model_source
-from qtrain.models.cost.memory import StepShape, all_of
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.step_traffic import CODES_READS, RECOMPUTED_PASSES, between_products, moved_bytes
-from qtrain.models.cost.trained import only_adapters
+from qtrain.models.cost.trained import all_of, only_adapters
 
 STEP = StepShape(micro_batch_size=2, seq_len=512, element=2, compiled=True)
 NAMES = ("qkv", "o_proj", "gate_up", "down_proj")

@@ -5,9 +5,10 @@ import torch
 
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.models import Decoder, Lora, ResidualOffload, add_lora, apply_recompute, compile_layers
-from qtrain.models.cost.memory import StepShape, estimate_memory
+from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
+from qtrain.models.cost.memory import estimate_memory
 from qtrain.models.cost.parameters import LAYER_LINEARS
-from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import TrainedPart, only_adapters
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.mlp_chunks import mlp_chunk_rows

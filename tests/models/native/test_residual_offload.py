@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qtrain.models import RECOMPUTE_SETS, Decoder, Lora, ResidualOffload, add_lora, apply_recompute, compile_layers
-from qtrain.models.cost.memory import StepShape, estimate_memory
+from qtrain.models.cost.memory import estimate_memory
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.native import residual_offload
 from tests.cases import sampled
 from tests.models.families import FAMILIES, MIXTURES, batch, drawn, source_of

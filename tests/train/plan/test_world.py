@@ -15,8 +15,8 @@ from qtrain.models import (
     ModelConfig,
     read_model_source,
 )
+from qtrain.models.cost.linear_bytes import rows_per_token
 from qtrain.models.cost.parameters import count_parameters
-from qtrain.models.cost.saved_activations import rows_per_token
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.train.plan.cluster import Cluster, Ranks
