@@ -45,7 +45,7 @@ INNER = {
         "kernels.numerics",
         "kernels.softmax",
     },
-    "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.arrivals", "kernels.numerics"},
     "kernels.conv": {"kernels.compiler", "kernels.autotune", "kernels.gemm"},
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
     "kernels.norm": {"kernels.compiler", "kernels.autotune"},

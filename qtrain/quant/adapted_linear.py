@@ -129,7 +129,9 @@ class AdaptedMLPFunction(torch.autograd.Function):
         x_output, x_adapter = _operands(x, up, "x")
         z_up = _times(x_adapter, a_up.t())
         gate_up = up.multiply("output", x_output, codes_or(up.weight.rows, w_up), x.dtype, None, (z_up, b_up))
-        fmt, power_of_two, rounding = row_quantization(down.scheme, "x", down.key)
+        activation = row_quantization(down.scheme, "x", down.key)
+        assert activation is not None, "`adapted_pair` takes no other scheme"
+        fmt, power_of_two, rounding = activation
         codes, scale, _ = quantize_swiglu_rowwise(gate_up, fmt, rounding.row_key, rounding.role, power_of_two)
         h = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise"))  # of [M, I]
         z_down = _times(h, a_down.t())
@@ -147,11 +149,11 @@ class AdaptedMLPFunction(torch.autograd.Function):
         dz = _times(dy_adapter, b_down)
         da_down, db_down = _summed(h, dz).t(), _summed(dy_adapter, z_down)
         dh = ctx.down.multiply("grad_input", dy_grad_input, w_down, dy.dtype, low_rank=(dz, a_down.t()))
-        fmt, power_of_two, rounding = row_quantization(ctx.up.scheme, "dy", ctx.up.key)
-        codes, scale = quantize_swiglu_gradient_rows(
-            gate_up, dh, fmt, rounding.row_key, rounding.role, power_of_two
-        )  # of [M, 2I]
-        d_gate_up = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise"))
+        gradient = row_quantization(ctx.up.scheme, "dy", ctx.up.key)
+        assert gradient is not None, "`adapted_pair` takes no other scheme"
+        fmt, power_of_two, rounding = gradient
+        codes, scale = quantize_swiglu_gradient_rows(gate_up, dh, fmt, rounding.row_key, rounding.role, power_of_two)
+        d_gate_up = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise"))  # of [M, 2I]
         dz = _times(d_gate_up, b_up)
         da_up, db_up, dx = _summed(x, dz).t(), _summed(d_gate_up, z_up), None
         if ctx.needs_input_grad[0]:

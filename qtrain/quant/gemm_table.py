@@ -191,7 +191,8 @@ def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
     same codes; under scales of rows those of its values, with scales of columns."""
     fmt = w.format._replace(sum_dim=1)
     if fmt.granularity == "rowwise" and fmt.fmt in EIGHT_BITS:
-        return QuantizedTensor(*transpose_rowwise(w.codes, w.scale, fmt.fmt), fmt)
+        codes, scale = transpose_rowwise(w.codes, w.scale, fmt.fmt)
+        return QuantizedTensor(codes, scale, fmt)
     if fmt.granularity == "rowwise":
         return quantize_columns(w.dequantize(torch.float32), fmt, NEAREST, False)
     # A scale per block is transposed with its block; one for the tensor stays.
