@@ -78,8 +78,10 @@ _ATTENTION = {
 _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 """Of attention that is not one operator."""
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default}
-_OF_CODES = "scaled_mm", "low_rank_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "codes_mm"
-GEMM_OPERATORS = (*_OF_CODES, "fp16_mm", "fp32_mm")
+GEMM_OPERATORS = (
+    *("scaled_mm", "low_rank_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "codes_mm"),
+    *("codes_grad_mm", "fp16_mm", "fp32_mm"),
+)
 """This project's matrix products (`kernels/gemm`)."""
 GROUPED_OPERATORS = tuple(
     f"{over}_grouped_{kind}mm" for over in ("m", "k") for kind in ("", "blockwise_", "plain_", "int4_")

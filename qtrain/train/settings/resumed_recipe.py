@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+DESCRIBES_A_RUN = ("--config", "--model", "--train_ds")
+"""Flags that a whole command has: what it leaves out is at its default, and not as the run had it."""
+
 
 def with_recipe_of_run(argv: list[str], script: str) -> list[str]:
-    """argv with --config of the run of this script that --resume names, if no --config is given: a run goes on with its
-    own settings, other flags change some of them."""
+    """argv with --config of the run of this script that --resume names, if it has none of DESCRIBES_A_RUN: a run goes
+    on with its own settings, and other flags change some of them."""
     # Both spellings, --flag value and --flag=value.
     words = [piece for word in argv for piece in (word.split("=", 1) if word.startswith("--") else [word])]
-    if words.count("--resume") != 1 or "--config" in words or words[-1] == "--resume":
+    if words.count("--resume") != 1 or words[-1] == "--resume" or not {*words}.isdisjoint(DESCRIBES_A_RUN):
         return argv
     path = Path(words[words.index("--resume") + 1])
     run = path.parent.parent if path.parent.name == "checkpoints" else path

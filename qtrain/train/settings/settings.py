@@ -188,8 +188,8 @@ class TrainSettings:
     """Write checkpoints while training goes on: a step waits only for a copy of the state, which takes as much host
     memory as the checkpoint has bytes."""
     resume: str | None = None
-    """Continue a run: its folder or one of its checkpoints, with its settings where no flag says else, or auto for the
-    newest run called --run_name; None: start a new run."""
+    """Continue a run: its folder or one of its checkpoints, with its settings where no flag says else (unless --config,
+    --model or --train_ds is given), or auto for the newest run called --run_name; None: start a new run."""
     log_interval: Count = 1
     """Steps between lines of metrics.jsonl."""
 

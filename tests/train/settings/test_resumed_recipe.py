@@ -27,6 +27,8 @@ def test_what_has_none_is_left_to_the_messages_of_the_flags(run):
     for argv in (
         ["--resume", str(run), "--config", "own.json"],
         [f"--resume={run}", "--config=own.json", "--n_steps", "9"],
+        ["--model", "quickstart", "--resume", str(run)],  # a whole command, whose other flags are at their defaults
+        ["--resume", str(run), "--train_ds={}"],
         ["--resume", str(run), "--resume", str(run)],
         ["--resume", str(run / "elsewhere")],
         ["--resume", "auto"],
