@@ -48,15 +48,15 @@ def full_shard_memory(
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.
     in_full = trained.bytes if trained.adapters and share.states < 1 else 0
-    sharded = [name for name in layer_linears(config) if share.of_linear(name) is not None]
+    sharded = [name for name in layer_linears(config) if share.linear(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, sharded)
     # An embedding and a head of their own are sharded too.
     masters -= untied * matrix * (element + head_bytes.in_full)
     # A frozen embedding's shard; the master of one that trains is in `weights`.
-    masters += (untied and not embedding) * matrix * element * share.of_linear(HEAD)
+    masters += (untied and not embedding) * matrix * element * share.linear(HEAD)
     codes = 0.0
     for name, count, linear in _sharded(config, low_bit, element, sharded):
-        hidden, own = name != HEAD, share.of_linear(name)
+        hidden, own = name != HEAD, share.linear(name)
         frozen = bool(trained.adapters) or not (hidden or head)
         if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
             masters += count * linear.weight * own  # those that are the model's weights where these stay in full

@@ -52,11 +52,11 @@ class ByHalf(NamedTuple):
 
 class Recomputed(NamedTuple):
     """Bytes per token of a layer's own tensors that backward computes again. at_mlp: those that exist while the MLP's
-    backward runs; of_mlp: all that the MLP keeps where nothing is recomputed."""
+    backward runs; mlp: all that the MLP keeps where nothing is recomputed."""
 
     layer: float
     at_mlp: float
-    of_mlp: float
+    mlp: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Layer:
     def backward(self) -> ByHalf:
         """Temporaries of its backward pass at the widest moment of each half, without the head's gradient."""
         if rows := rows_per_token(self.config, self.step.tokens):
-            return self._of_mixtures(rows)
+            return self._mixture(rows)
         return self._in_chunks() if self.step.mlp_chunks else self._dense()
 
     def kept(self, recompute: Kinds) -> dict[str, float]:
@@ -84,13 +84,13 @@ class Layer:
         step, kind = self.step, self.kind
         every, kept = self.kept(frozenset()), self.kept(step.recompute)
         names = set() if kind.rows else mlp_tensors(self.config, step.compiled, step.element, kind.low_bit)
-        of_mlp, kept_of_mlp = (sum(size for name, size in found.items() if name in names) for found in (every, kept))
+        mlp, mlp_kept = (sum(size for name, size in found.items() if name in names) for found in (every, kept))
         recomputed = at_mlp = max(0.0, sum(every.values()) - sum(kept.values()))
         # A layer that keeps the stream between its halves computes attention's half again after the MLP's backward,
         # without a compiler if it is a region of its own.
         if not kind.rows and "block" not in step.recompute and (step.compiled or "norm" not in step.recompute):
-            at_mlp = min(recomputed, max(0.0, of_mlp - kept_of_mlp))
-        return Recomputed(recomputed, at_mlp, of_mlp)
+            at_mlp = min(recomputed, max(0.0, mlp - mlp_kept))
+        return Recomputed(recomputed, at_mlp, mlp)
 
     @property
     def residual(self) -> int:
@@ -148,7 +148,7 @@ class Layer:
         at_attention += max(size for name, size in self.read.items() if name not in DENSE_MLP)
         return ByHalf(at_mlp + tokens * (self.residual + self.recomputed.at_mlp), at_attention)
 
-    def _of_mixtures(self, rows: float) -> ByHalf:
+    def _mixture(self, rows: float) -> ByHalf:
         """Of a model with mixtures, its dense layers included. rows: `rows_per_token`."""
         config, tokens, read = self.config, self.step.tokens, max(self.read.values())
         # Gradients of rows, with those of adapters, before they are added up to those of tokens.
@@ -163,10 +163,10 @@ class Layer:
         """Of a model without mixtures, whose MLPs run in chunks of tokens."""
         step, trained, read = self.step, self.trained, max(self.read.values())
         mlp, inner = trained.mlp_elements(self.config), self.config.intermediate_size
-        outside = step.tokens * (self.recomputed.layer - self.recomputed.of_mlp)
+        outside = step.tokens * (self.recomputed.layer - self.recomputed.mlp)
         # The gradient that comes in; of a chunk its input, and the gradient of that; the gradients of weights, and
         # their sums.
         at_mlp = step.tokens * self.residual / 2
-        at_mlp += step.mlp_rows * (self.recomputed.of_mlp + inner * self.swiglu + self.residual)
+        at_mlp += step.mlp_rows * (self.recomputed.mlp + inner * self.swiglu + self.residual)
         at_mlp += mlp * trained.element + (step.mlp_rows < step.tokens) * mlp * 4 + outside
         return ByHalf(at_mlp + read, step.tokens * (self.residual + self.attention) + outside + read)

@@ -89,8 +89,8 @@ class LayerKind(NamedTuple):
 def layer_kinds(config: ModelConfig, tokens: int, low_bit: LowBitBytes) -> list[LayerKind]:
     """The layers of a model that reads micro-batches of this many tokens."""
     rows, routed = rows_per_token(config, tokens), config.moe_layers
-    of_layers = low_bit.layers or (low_bit,) * config.num_hidden_layers
-    layers = [(rows if index in routed else 0.0, own) for index, own in enumerate(of_layers)]
+    every = low_bit.layers or (low_bit,) * config.num_hidden_layers
+    layers = [(rows if index in routed else 0.0, own) for index, own in enumerate(every)]
     distinct = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
     return [LayerKind(layers.count(layer), *layer) for layer in distinct]
 

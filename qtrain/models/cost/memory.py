@@ -37,7 +37,7 @@ from qtrain.models.cost.loss_memory import head_backward_bytes, loss_bytes
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import TrainedPart, all_of
-from qtrain.models.cost.weight_memory import ONE_GPU, RankShare, build_bytes, master_bytes, weight_bytes
+from qtrain.models.cost.weight_memory import ONE_GPU, RankShare, build_bytes, master_bytes, model_weight_bytes
 
 CUDA_WORKSPACE = 96 * 2**20
 """cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
@@ -141,7 +141,7 @@ def estimate_memory(
     """
     element, full = step.element, None
     trained, low_bit = trained or all_of(config, element), low_bit or LowBitBytes.plain(element)
-    weights = weight_bytes(config, element, low_bit, trained)
+    weights = model_weight_bytes(config, element, low_bit, trained)
     weights += master_bytes(config, element, low_bit, trained, share.masters, whole_matrices)
     built = weights - trained.added_bytes(element)
     build = build_bytes(config, element, low_bit, built, share.masters < 1, pretrained)

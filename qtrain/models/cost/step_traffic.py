@@ -70,11 +70,11 @@ def between_products(
 def _adapter(n: LayerLinear, adapted: AdaptedLinear, element: int, linear: LinearBytes, kinds: Kinds) -> float:
     again = adapted.name in products_again(kinds)
     # x is read for z and da, dy for dz and db, or codes of them; z · bᵀ is added to y, dz · a to dx.
-    of_x, of_dy = float(element), float(element)
+    x_bytes, dy_bytes = float(element), float(element)
     if linear.kept_input is not None:
-        of_x, of_dy = CODES_READS * linear.kept_input, CODES_READS * linear.dy_codes or element
-    x = (2 + again) * of_x + element * linear.adapter_passes
-    dy = 2 * of_dy + element * (1 + again) * linear.adapter_passes
+        x_bytes, dy_bytes = CODES_READS * linear.kept_input, CODES_READS * linear.dy_codes or element
+    x = (2 + again) * x_bytes + element * linear.adapter_passes
+    dy = 2 * dy_bytes + element * (1 + again) * linear.adapter_passes
     return adapted.layers * n.active * (n.in_features * x + n.out_features * dy)
 
 

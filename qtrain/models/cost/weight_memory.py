@@ -29,7 +29,7 @@ class RankShare(NamedTuple):
     experts: float | None
     others: float | None
 
-    def of_linear(self, key: str) -> float | MaybeNone:
+    def linear(self, key: str) -> float | MaybeNone:
         """Of the states of a linear; None: it is not sharded."""
         return self.experts if key.startswith("experts.") else self.others
 
@@ -37,7 +37,7 @@ class RankShare(NamedTuple):
 ONE_GPU = RankShare(1.0, 1.0, 0.0, None, None)
 
 
-def weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
+def model_weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
     # Against a plain linear: its weight may be smaller, and there are codes beside it.
     added = sum(size * (linear.weight - element + linear.codes) for size, linear in low_bit.sizes(config))
     if low_bit.head is not None:

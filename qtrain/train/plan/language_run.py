@@ -148,7 +148,7 @@ class LanguageRun:
         frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
         head = next((linear.in_one_layout if one else linear.scheme for linear in self.linears if linear.is_head), None)
 
-        def of_linear(name: str, scheme: LowBitScheme | None) -> LinearBytes:
+        def bytes_of(name: str, scheme: LowBitScheme | None) -> LinearBytes:
             in_full = frozen_in_full or _is_whole(checked.mesh, name)
             return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, in_linears)
 
@@ -164,8 +164,8 @@ class LanguageRun:
             fused = plain and not adapted and not spans
             rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
             return LowBitBytes(
-                layer={name: of_linear(name, scheme) for name, scheme in schemes.items()},
-                head=None if head is None else of_linear("lm_head", head),
+                layer={name: bytes_of(name, scheme) for name, scheme in schemes.items()},
+                head=None if head is None else bytes_of("lm_head", head),
                 down_input_recomputed=rowwise,
                 swiglu_codes=rowwise or bool(adapted_codes or (fused and writes_swiglu_codes(down, "x"))),
                 gate_up_8bit="gate_up" in kept_8bit(checked.settings),
