@@ -184,10 +184,14 @@ def adapted_pair(gate_up: nn.Module, down: nn.Module, dtype: torch.dtype) -> tup
     up, of_down = gate_up.base_and_adapters(dtype), down.base_and_adapters(dtype)
     if up is None or of_down is None or not (_plain(up.base) and _plain(of_down.base)):
         return None
-    activation, gradient = row_quantization(of_down.base.scheme, "x"), row_quantization(up.base.scheme, "dy")
-    if activation is None or gradient is None:
-        return None
-    return (up, of_down) if supports_gradient_rows(up.base.out_features, gradient.fmt) else None
+    one = writes_rows_between(up.base.scheme, of_down.base.scheme, up.base.out_features)
+    return (up, of_down) if one else None
+
+
+def writes_rows_between(up: LowBitScheme, down: LowBitScheme, width: int) -> bool:
+    """Whether row codes are all that linears of these schemes, with adapters, need between them. width: 2I."""
+    activation, gradient = row_quantization(down, "x"), row_quantization(up, "dy")
+    return activation is not None and gradient is not None and supports_gradient_rows(width, gradient.fmt)
 
 
 def _plain(base: LowBitLinear) -> bool:

@@ -20,13 +20,11 @@ from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
-from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS
-from qtrain.kernels.numerics.philox import NEAREST
+from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.quantize.mx import mx_mm
 from qtrain.kernels.quantize.nf4_to_8bit import nf4_to_8bit
 from qtrain.kernels.quantize.other_layout import transpose_rowwise
 from qtrain.quant.grouped_products import BLOCKWISE, EMULATED, PACKED, SCALED, GroupedProducts
-from qtrain.quant.quantizers import quantize_columns
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
@@ -190,11 +188,9 @@ def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
     """The codes of w K-major, of which this product alone has use: of blocks that are square, or the whole tensor, the
     same codes; under scales of rows those of its values, with scales of columns."""
     fmt = w.format._replace(sum_dim=1)
-    if fmt.granularity == "rowwise" and fmt.fmt in EIGHT_BITS:
+    if fmt.granularity == "rowwise":
         codes, scale = transpose_rowwise(w.codes, w.scale, fmt.fmt)
         return QuantizedTensor(codes, scale, fmt)
-    if fmt.granularity == "rowwise":
-        return quantize_columns(w.dequantize(torch.float32), fmt, NEAREST, False)
     # A scale per block is transposed with its block; one for the tensor stays.
     return QuantizedTensor(transpose_8bit(w.codes), w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
 

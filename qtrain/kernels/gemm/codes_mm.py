@@ -24,6 +24,7 @@ from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.decode import decode_bf16
 from qtrain.kernels.numerics.encode import encoding
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS
 
 LARGEST_RANK = 128
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
@@ -130,7 +131,7 @@ def supports_codes_mm(codes: Tensor, thin: Tensor) -> bool:
     return codes.is_contiguous() and codes.shape[1] % 16 == 0 and thin.dtype == torch.bfloat16
 
 
-_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_NAMES = {FORMATS[name].dtype: name for name in EIGHT_BITS}
 
 
 class Blocks(NamedTuple):

@@ -25,7 +25,7 @@ from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.quant.adapted_linear import row_quantization
+from qtrain.quant.adapted_linear import writes_rows_between
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -150,15 +150,18 @@ class LanguageRun:
 
         def bytes_of(name: str, scheme: LowBitScheme | None) -> LinearBytes:
             in_full = frozen_in_full or _is_whole(checked.mesh, name)
-            return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, in_linears)
+            # Adapters of experts read the rows themselves (`quant.adapted_experts`).
+            reads_codes = in_linears and not name.startswith("experts.")
+            return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, reads_codes)
 
         def of_layer(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
             # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
             # Of a mixture the experts decide, which are most of the layer.
             main = "experts." if "experts.gate_up" in schemes else ""
             up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
+            width = 2 * model_config.intermediate_size
             plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
-            adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, columns, self.trained)
+            adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, width, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
             spans = plain and checked.settings.cp > 1 and (spanning_scales(down, "x") or spanning_scales(up, "dy"))
             fused = plain and not adapted and not spans
@@ -220,9 +223,9 @@ def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
 
 
 def _adapted_mlp_writes_codes(
-    up: LowBitScheme, down: LowBitScheme, columns: Mapping[str, int], trained: TrainedPart | None
+    up: LowBitScheme, down: LowBitScheme, width: int, columns: Mapping[str, int], trained: TrainedPart | None
 ) -> bool:
     """Whether the linears of an MLP run with their adapters as one function (`quant.adapted_linear.adapted_pair`)."""
     if trained is None or trained.dora or not trained.in_linears or not columns.keys() >= {"gate_up", "down_proj"}:
         return False
-    return row_quantization(down, "x") is not None and row_quantization(up, "dy") is not None
+    return writes_rows_between(up, down, width)

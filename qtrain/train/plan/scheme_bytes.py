@@ -76,18 +76,18 @@ def adapter_passes(scheme: LowBitScheme | None, columns: int) -> float:
 
 
 def linear_bytes(
-    scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, in_linears: bool
+    scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, reads_codes: bool
 ) -> LinearBytes:
     """columns: of the adapters' product with the input, 0 without adapters. adapted: the linear is frozen and keeps
     nothing; its adapters keep the input, or the codes of it that they read. in_full: it keeps the weight as well as
-    codes of it. in_linears: as of `TrainedPart`."""
+    codes of it. reads_codes: whether its adapters may read codes at all."""
     passes = adapter_passes(scheme, columns) if columns else 0.0
     if scheme is None:
         return LinearBytes(element, adapter_passes=passes)
     kept = kept_input_bytes(scheme, element)
     if adapted:
-        reads_codes = columns and in_linears and adapters_read_codes(scheme, "x")
-        kept = operand_code_bytes(scheme, "x", frozen=True) if reads_codes else element
+        in_codes = columns and reads_codes and adapters_read_codes(scheme, "x")
+        kept = operand_code_bytes(scheme, "x", frozen=True) if in_codes else element
     wire = wire_format(scheme)
     operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.

@@ -9,6 +9,7 @@ import torch
 
 from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, build_model
 from qtrain.models.cost.trained import only_adapters
+from qtrain.models.native.lora_experts import EXPERT_TARGETS
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.parallel.layers.local_config import local_config
@@ -206,6 +207,26 @@ def test_planned_bytes_of_divided_experts_in_fully_sharded_layers(options, ranks
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
     assert planned == pytest.approx(max(weights), rel=0.02)
     assert states == pytest.approx(max(of_states), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "kept", "codes"),
+    [
+        ({}, "all-linear", {"qkv": 1.0, "gate_up": 1.0, "down_proj": 1.0}, True),
+        ({}, ("q_proj", "down_proj"), {"qkv": 1.0, "gate_up": None, "down_proj": 1.0}, False),
+        # Rows of the gradient of gate_up's output that no CTA holds.
+        ({"intermediate_size": 28672}, "all-linear", {"qkv": 1.0, "gate_up": 1.0, "down_proj": 1.0}, False),
+        # Adapters of experts read the rows themselves.
+        (MIXTURE, ("q_proj", *EXPERT_TARGETS.values()), {"qkv": 1.0, "experts.gate_up": None}, False),
+    ],
+    ids=str,
+)
+def test_whose_adapters_keep_codes_of_their_input(shape, targets, kept, codes):
+    lora = Lora(base="fp8", targets=targets)
+    checked = checked_of(LanguageSettings(batch_size=1, seq_len=8), base_scheme("fp8", "bf16"))
+    config = ModelConfig.from_hf(SHAPE | shape | {"num_hidden_layers": 1})
+    low_bit = LanguageRun(checked, config, linears_of(checked, config), only_adapters(config, lora)).low_bit
+    assert {name: low_bit.layer[name].kept_input for name in kept} == kept and low_bit.swiglu_codes == codes
 
 
 @pytest.mark.parametrize("lora", [Lora(r=32, base="nf4"), Lora(r=4)], ids=str)
