@@ -142,7 +142,7 @@ def multiply(
         if b.format.fmt == "nf4":
             b = _nf4_in_8_bits(gemm, a, b)
         elif gemm == "grad_input" and b.format.sum_dim == 0:
-            b = _other_layout(b)
+            b = _other_layout(a, b)
         if low_rank is not None:
             return low_rank_mm(a.codes, b.codes, a.scale, b.scale, *low_rank, bias, fast_accum)
         return products_of(a.format, b.format).dense(a, b, dtype, bias, fast_accum)
@@ -180,19 +180,24 @@ def multiply_grouped(
 
 def _nf4_in_8_bits(gemm: Gemm, a: QuantizedTensor, w: QuantizedTensor) -> QuantizedTensor:
     """The codes of w in a's format, K-major, of which this product alone has use: w is frozen, and stays in 4 bits."""
-    codes, scale = nf4_to_8bit(w.codes, w.scale, 2 * w.codes.shape[1], a.format.fmt, gemm == "grad_input")
-    return QuantizedTensor(codes, scale, OperandFormat(a.format.fmt, "rowwise"))
+    columns, fmt = 2 * w.codes.shape[1], a.format.fmt
+    codes, scale = nf4_to_8bit(w.codes, w.scale, columns, fmt, gemm == "grad_input", after=a.codes)
+    return QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise"))
 
 
-def _other_layout(w: QuantizedTensor) -> QuantizedTensor:
+def _other_layout(dy: QuantizedTensor, w: QuantizedTensor) -> QuantizedTensor:
     """The codes of w K-major, of which this product alone has use: of blocks that are square, or the whole tensor, the
-    same codes; under scales of rows those of its values, with scales of columns."""
+    same codes; under scales of rows those of its values, with scales of columns.
+
+    They are made after dy: else a compiler may make them in forward and keep those of every layer, which it does where
+    their scales are fewer."""
     fmt = w.format._replace(sum_dim=1)
     if fmt.granularity == "rowwise":
-        codes, scale = transpose_rowwise(w.codes, w.scale, fmt.fmt)
+        codes, scale = transpose_rowwise(w.codes, w.scale, fmt.fmt, after=dy.codes)
         return QuantizedTensor(codes, scale, fmt)
     # A scale per block is transposed with its block; one for the tensor stays.
-    return QuantizedTensor(transpose_8bit(w.codes), w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
+    codes = transpose_8bit(w.codes, after=dy.codes)
+    return QuantizedTensor(codes, w.scale if w.scale.ndim == 1 else w.scale.t(), fmt)
 
 
 def _read_after(dy: Tensor, w: QuantizedTensor) -> QuantizedTensor:

@@ -4,12 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import llm_pretrain
+from qtrain.kernels.quantize.nf4 import quantize_nf4
+from qtrain.kernels.quantize.operators import quantize
 from qtrain.models import Decoder, Lora, add_lora, apply_recompute
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.gemm_table import multiply
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.quant.weight_codes import WeightCodes, in_one_layout
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 from tests.cases import sampled
 from tests.data.corpora import write_jsonl
 from tests.models.cost.test_memory import kept_bytes
@@ -111,6 +116,30 @@ def test_a_compiler_does_not_keep_the_other_layout(name, kinds):
         model.layers[0].compile(fullgraph=True, backend="aot_eager_decomp_partition")
         found.append(kept_bytes(model, 2, 16))
     assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("w", "operator"),
+    [
+        (OperandFormat("e4m3", "rowwise", sum_dim=0), "transpose_rowwise"),
+        (OperandFormat("e4m3", "tensorwise", sum_dim=0), "transpose_8bit"),
+        (OperandFormat("nf4", "1x64"), "nf4_to_8bit"),
+    ],
+)
+def test_the_other_layout_depends_on_dy(w, operator):
+    """As a compiler sees it: what depends on nothing but weights it may make in forward and keep."""
+    dy = quantize(torch.randn(32, 64), "e4m3", "rowwise")
+    value = torch.randn(64, 128)
+    codes = quantize_nf4(value) if w.fmt == "nf4" else quantize(value, "e4m3", w.granularity)
+
+    def grad_input(dy_codes, dy_scale, w_codes, w_scale):
+        left = QuantizedTensor(dy_codes, dy_scale, OperandFormat("e4m3", "rowwise"))
+        return multiply("grad_input", left, QuantizedTensor(w_codes, w_scale, w), torch.float32)
+
+    graph = make_fx(grad_input)(*dy, *codes).graph
+    dy_codes = next(iter(graph.nodes))
+    (node,) = (node for node in graph.nodes if str(node.target) == f"qtrain.{operator}.default")
+    assert dy_codes in node.all_input_nodes
 
 
 def test_a_run_has_the_losses_of_two_layouts(tmp_path, monkeypatch):

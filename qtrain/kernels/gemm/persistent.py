@@ -239,8 +239,9 @@ def launch_transpose_8bit(x: Tensor) -> Tensor:
 
 
 @operator("transpose_8bit", fake=lambda x: x.new_empty(x.shape[1], x.shape[0]))
-def transpose_8bit(x: Tensor) -> Tensor:
-    """x [R, C] of int8, uint8 or an 8-bit float -> contiguous [C, R]. TypeError for wider elements."""
+def transpose_8bit(x: Tensor, after: Tensor | None = None) -> Tensor:
+    """x [R, C] of int8, uint8 or an 8-bit float -> contiguous [C, R]. TypeError for wider elements. after: not read,
+    see `gemm_table._other_layout`."""
     if x.dtype.itemsize != 1:
         raise TypeError(f"transpose_8bit takes elements of one byte, not {x.dtype}")
     if not x.is_cuda or x.t().is_contiguous():  # the latter is a plain copy

@@ -122,8 +122,10 @@ def _fake(codes: Tensor, columns: int, fmt: str, transposed: bool) -> tuple[Tens
 
 
 @operator("nf4_to_8bit", fake=_fake)
-def nf4_to_8bit(codes: Tensor, scale: Tensor, columns: int, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    """As `nf4_to_8bit_ref`."""
+def nf4_to_8bit(
+    codes: Tensor, scale: Tensor, columns: int, fmt: str, transposed: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `nf4_to_8bit_ref`. after: not read, see `gemm_table._other_layout`."""
     if not codes.is_cuda:
         return nf4_to_8bit_ref(codes, scale, columns, fmt, transposed)
     return launch_nf4_to_8bit(codes.contiguous(), scale.contiguous(), columns, fmt, transposed)

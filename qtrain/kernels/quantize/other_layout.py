@@ -102,8 +102,8 @@ def _fake(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operator("transpose_rowwise", fake=_fake)
-def transpose_rowwise(codes: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """As `transpose_rowwise_ref`."""
+def transpose_rowwise(codes: Tensor, scale: Tensor, fmt: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `transpose_rowwise_ref`. after: not read, see `gemm_table._other_layout`."""
     if not (codes.is_cuda and codes.numel()):
         return transpose_rowwise_ref(codes, scale, fmt)
     return launch_transpose_rowwise(codes.contiguous(), scale, fmt)
