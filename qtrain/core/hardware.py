@@ -89,7 +89,7 @@ DATASHEET = {
 RUNS_AS = {"int4": "int8"}
 """Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
 
-PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
+PTX_CAPABILITY, FP8_CAPABILITY, DEPENDENT_LAUNCH_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (9, 0), (10, 0)
 """Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
 convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
 
@@ -103,6 +103,9 @@ measured on H100s, 0.83 to 0.94 of compiled steps, 1.1 of 14B."""
 ALLOCATOR_HOLES = 0.016
 """Of the tensors' peak, what PyTorch's allocator reserves beside it and cannot use, in holes between the tensors of
 recorded steps: measured on an H100, 0.5% to 1.6% (with `expandable_segments`, `core/process.py`)."""
+
+SHARED_MEMORY, LEAST_SHARED_MEMORY = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}, 101376
+"""Of a CTA by compute capability, in bytes, and of those not listed (8.6, 8.9, 12.0)."""
 
 MEASURE_SECONDS, ROUNDS = 0.3, 3
 """A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
@@ -162,6 +165,16 @@ def has_ptx(device: torch.device) -> bool:
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts to FP8 in one instruction and multiplies it on tensor cores."""
     return compute_capability(device) >= FP8_CAPABILITY
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it still runs, and wait for it."""
+    return compute_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a CTA can have."""
+    return SHARED_MEMORY.get(compute_capability(device), LEAST_SHARED_MEMORY)
 
 
 def has_mx(device: torch.device) -> bool:

@@ -26,7 +26,9 @@ from qtrain.core.errors import UserError, unknown_name
 Run = Callable[[str], object]
 
 ROUNDS = 11
-SWEEP_BYTES = 2**28
+SWEEPS, SWEEP_BYTES = 8, 2**28
+"""Each time, so much is written before: it flushes the L2 cache, and takes longer (500 us) than the host needs to
+launch a few kernels."""
 FAMILIES = ("triton", "cublas", "ref")
 
 
@@ -112,7 +114,8 @@ def _fastest(names: Sequence[str], run: Run) -> str:
     for turn in range(ROUNDS):  # interleaved, in alternating order: clocks change as the GPU heats up
         for name in working if turn % 2 else reversed(working):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            sweep.zero_()  # flushes the L2 cache, and hides the launch latency of `run`
+            for _ in range(SWEEPS):
+                sweep.zero_()
             start.record()
             run(name)
             end.record()

@@ -25,6 +25,7 @@ from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
 from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
+from qtrain.kernels.decode.quantize_normed import launch_normed, launch_quantize_normed
 from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
@@ -67,7 +68,10 @@ from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
 from qtrain.tensors.stored_weight import StoredWeight
 
-ARCHITECTURES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+ARCHITECTURES = {
+    arch: hardware.SHARED_MEMORY.get(divmod(arch, 10), hardware.LEAST_SHARED_MEMORY)
+    for arch in (80, 86, 89, 90, 100, 120)
+}
 """Targets, and the bytes of shared memory that a CTA can have there."""
 QUICK = 90
 """The target whose sample has the most kernels: it compiles a GEMM in a fifth of the time that sm_80 takes."""
@@ -512,10 +516,13 @@ def decode() -> Iterator[Case]:
                 width = 256 if swiglu else 512
                 fused = Fused(zeros(1024), 1e-6, zeros(512), swiglu, zeros(m, width))
                 for number, name in enumerate(names):
-                    if m > 1 and swiglu and TILES[name].split > 1:
+                    if m > 1 and swiglu and TILES[name].per_sm:
                         continue
                     some = number == 0 and m < 64 and swiglu and weight.fmt in ("int4", "int8")
                     yield some, lambda m=m, w=weight, f=fused, n=name: launch_weight_only_mm(zeros(m, 1024), w, f, n)
+    for fmt, granularity in product(FORMATS, ("rowwise", "1x128")):
+        yield False, lambda f=fmt, g=granularity: launch_quantize_normed(zeros(2, 1024), zeros(1024), 1e-6, f, g)
+    yield False, lambda: launch_normed(zeros(2, 1024), zeros(1024), 1e-6)
     for kv_heads, group, d, norm in ((4, 7, 128, False), (2, 1, 64, True)):
         cache, tables = zeros(2, kv_heads, 512, d), (zeros(512, d // 2, dtype=FP32),) * 2
         heads = Heads(0.1, 0, *((zeros(d),) * 2 if norm else (None, None)), 1e-6)

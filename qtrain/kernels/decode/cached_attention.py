@@ -18,14 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware import has_dependent_launch, shared_memory, sm_count
 from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.decode.dependent_launch import prefetch_rows, start_next, wait_for_previous
 
-BLOCK = 64
-"""Keys that a CTA reads at once."""
 MOST_PARTS = 16
+BLOCKS = ((128, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 2))
+"""Keys that a CTA reads at once, warps, and stages of the loads' pipeline: the first that fits is taken."""
+SPARE_BYTES = 3072
+"""Of shared memory, for sums over warps."""
+PREFETCHED = 128
+"""Keys of a CTA's part that are loaded into L2 while the kernel before still runs."""
 
 
 class Heads(NamedTuple):
@@ -98,6 +103,8 @@ class _Spec:
     parts: int
     norm: bool
     block: int
+    prefetched: int
+    """Keys that are loaded into L2 while the kernel before still runs; 0: the launch is not a dependent one."""
 
 
 @triton.jit
@@ -131,19 +138,33 @@ def _cached_attention_kernel(
     batch, kv = program // SPEC.kv_heads, program % SPEC.kv_heads
     at = tl.load(at_ptr + batch).to(tl.int32)
     head, pair, dim = tl.arange(0, ROWS), tl.arange(0, SPEC.half), tl.arange(0, D)
-    cos = tl.load(cos_ptr + at * SPEC.half + pair)[None]
-    sin = tl.load(sin_ptr + at * SPEC.half + pair)[None]
-    qkv_ptr += batch.to(tl.int64) * (SPEC.group + 2) * SPEC.kv_heads * D
-    real = (head < SPEC.group)[:, None]
-    q1, q2 = _load_rotated(qkv_ptr, (kv * SPEC.group + head)[:, None] * D, real, q_norm_ptr, eps, cos, sin, SPEC)
     keys_ptr += program.to(tl.int64) * places * D
     values_ptr += program.to(tl.int64) * places * D
-
-    # ---- this CTA's part of the keys before the new one --------------------------------------------------------------
+    # This CTA's part of the keys before the new one.
     first = tl.maximum(at + 1 - window, 0) if window > 0 else 0
     each = tl.cdiv(tl.cdiv(at - first, SPEC.parts), SPEC.block) * SPEC.block
     low = first + part * each
     high = tl.minimum(low + each, at)
+    if SPEC.prefetched:
+        keys = low + tl.arange(0, SPEC.prefetched)
+        prefetch_rows(keys_ptr + keys * D, keys < high, 0, D, D)
+        prefetch_rows(values_ptr + keys * D, keys < high, 0, D, D)
+    cos = tl.load(cos_ptr + at * SPEC.half + pair)[None]
+    sin = tl.load(sin_ptr + at * SPEC.half + pair)[None]
+    wait_for_previous(SPEC.prefetched > 0)
+    qkv_ptr += batch.to(tl.int64) * (SPEC.group + 2) * SPEC.kv_heads * D
+    real = (head < SPEC.group)[:, None]
+    q1, q2 = _load_rotated(qkv_ptr, (kv * SPEC.group + head)[:, None] * D, real, q_norm_ptr, eps, cos, sin, SPEC)
+
+    # The new key and value: loaded now, because a load after the loop would be waited for.
+    heads: tl.constexpr = SPEC.group * SPEC.kv_heads
+    has_new = part == 0
+    new_k1, new_k2 = _load_rotated(
+        qkv_ptr, (heads + kv + tl.arange(0, 1)[:, None]) * D, has_new, k_norm_ptr, eps, cos, sin, SPEC
+    )
+    new_v = tl.load(qkv_ptr + (heads + SPEC.kv_heads + kv) * D + dim, has_new, 0.0)
+
+    # ---- keys before the new one -------------------------------------------------------------------------------------
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight_sum = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, D), tl.float32)
@@ -163,21 +184,21 @@ def _cached_attention_kernel(
         total = tl.dot(weights.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
         highest = new
 
+    start_next(SPEC.prefetched > 0)
+
     # ---- the new key and value ---------------------------------------------------------------------------------------
-    if part == 0:
-        heads: tl.constexpr = SPEC.group * SPEC.kv_heads
-        one = tl.arange(0, 1)[:, None]
-        k1, k2 = _load_rotated(qkv_ptr, (heads + kv + one) * D, one == 0, k_norm_ptr, eps, cos, sin, SPEC)
-        v = tl.load(qkv_ptr + (heads + SPEC.kv_heads + kv) * D + dim)
-        tl.store(keys_ptr + at * D + pair[None], k1)
-        tl.store(keys_ptr + at * D + SPEC.half + pair[None], k2)
-        tl.store(values_ptr + at * D + dim, v)
-        score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1) + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)
+    if has_new:
+        tl.store(keys_ptr + at * D + pair[None], new_k1)
+        tl.store(keys_ptr + at * D + SPEC.half + pair[None], new_k2)
+        tl.store(values_ptr + at * D + dim, new_v)
+        score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32), 1) + tl.sum(
+            q2.to(tl.float32) * new_k2.to(tl.float32), 1
+        )
         score *= scale
         new = tl.maximum(highest, score)
         weight, keep = tl.exp(score - new), tl.exp(highest - new)
         weight_sum = weight_sum * keep + weight
-        total = total * keep[:, None] + weight[:, None] * v.to(tl.float32)[None]
+        total = total * keep[:, None] + weight[:, None] * new_v.to(tl.float32)[None]
         highest = new
 
     # ---- merge -------------------------------------------------------------------------------------------------------
@@ -214,17 +235,28 @@ def launch_cached_attention(
     batch, kv_heads, places, d = keys.shape
     group = qkv.shape[1] // d // kv_heads - 2
     programs = batch * kv_heads
-    # About two CTAs an SM, of at least two blocks of keys each.
-    parts = max(1, min(2 * sm_count(qkv.device) // programs, triton.cdiv(places, 2 * BLOCK), MOST_PARTS))
+    # About a CTA an SM, of at least two blocks of keys each.
+    parts = max(1, min(sm_count(qkv.device) // programs, places // 128, MOST_PARTS))
     parts = 2 ** (parts.bit_length() - 1)
+    block, warps, stages = _block(places // parts, d * qkv.element_size(), qkv.device)
     spec = _Spec(
-        kv_heads, group, max(16, triton.next_power_of_2(group)), d // 2, parts, heads.q_norm is not None, BLOCK
-    )
+        kv_heads, group, max(16, triton.next_power_of_2(group)), d // 2, parts, heads.q_norm is not None, block,
+        PREFETCHED if has_dependent_launch(qkv.device) else 0,
+    )  # fmt: skip
     out, many = qkv.new_empty(batch, group * kv_heads * d), programs * parts * spec.rows
     part, stats = (qkv.new_empty(size, dtype=torch.float32) for size in (many * d, 2 * many))
     norms = (qkv if norm is None else norm for norm in (heads.q_norm, heads.k_norm))
     _cached_attention_kernel[(programs, parts)](
         qkv, keys, values, at, cos, sin, *norms, out, part, stats, arrival_counters(qkv.device),
-        places, heads.scale, heads.window, heads.eps, SPEC=spec, num_warps=4, num_stages=2,
+        places, heads.scale, heads.window, heads.eps, SPEC=spec, num_warps=warps, num_stages=stages,
+        launch_pdl=spec.prefetched > 0,
     )  # fmt: skip
     return out
+
+
+def _block(keys: int, bytes_of_key: int, device: torch.device) -> tuple[int, int, int]:
+    """Of `BLOCKS`: what shared memory can hold, and two blocks of a part of so many keys."""
+    for block, warps, stages in BLOCKS:
+        if 2 * block <= keys and stages * 2 * block * bytes_of_key <= shared_memory(device) - SPARE_BYTES:
+            return block, warps, stages
+    return BLOCKS[-1]

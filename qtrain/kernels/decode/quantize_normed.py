@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qtrain.core.hardware import has_dependent_launch
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.decode.dependent_launch import start_next, wait_for_previous
 from qtrain.kernels.numerics.encode import (
     abs_bits,
     encode,
@@ -48,18 +50,21 @@ def _quantize_normed_kernel(
     # x fp32 or bf16 [m, k], norm [k], contiguous; out [m, k]: codes, or x's dtype where CODE is None. Scales fp32, one
     # a group, with their strides.
     x_ptr, norm_ptr, out_ptr, scale_ptr, k, eps, row_stride, group_stride,
-    NORM: tl.constexpr, CODE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, CODE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row, as GROUPS groups of WIDTH elements that share a scale."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
     inside = place < k
+    start_next(EARLY)
+    norm = tl.load(norm_ptr + place, inside, 0.0) if NORM else 0.0
+    wait_for_previous(EARLY)
     x = tl.load(x_ptr + row * k + place, inside, 0.0)
     if NORM:
         value = x.to(tl.float32)
         value *= tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / k + eps)
-        x = (value * tl.load(norm_ptr + place, inside, 0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        x = (value * norm.to(tl.float32)).to(x_ptr.dtype.element_ty)
     if CODE is None:
         tl.store(out_ptr + row * k + place, x, inside)
     else:
@@ -103,9 +108,9 @@ def _launch(
     """width: of a group that shares a scale; None: a row."""
     m, k = x.shape
     block = max(triton.next_power_of_2(k), 256)
-    width = width or block
+    width, early = width or block, has_dependent_launch(x.device)
     _quantize_normed_kernel[(m,)](
         x, x if norm is None else norm, out, scale, k, eps, *scale_strides,
-        NORM=norm is not None, CODE=code, GROUPS=block // width, WIDTH=width,
-        num_warps=min(max(block // 1024, 4), 16), enable_fp_fusion=False,
+        NORM=norm is not None, CODE=code, GROUPS=block // width, WIDTH=width, EARLY=early,
+        num_warps=min(max(block // 1024, 4), 16), enable_fp_fusion=False, launch_pdl=early,
     )  # fmt: skip

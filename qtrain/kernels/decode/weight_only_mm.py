@@ -25,16 +25,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtrain.core.hardware import has_fp8, has_ptx
+from qtrain.core.hardware import has_dependent_launch, has_fp8, has_ptx, sm_count
 from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.decode.dependent_launch import prefetch_rows, start_next, wait_for_previous
 from qtrain.kernels.decode.quantize_normed import normed, quantize_normed
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 
 MOST_ROWS = 64
 """Of x, that the kernels take."""
 FORMATS_READ = ("int8", "e4m3", "e5m2", "int4", "ternary")
+MOST_PARTS = 16
+"""CTAs along K, whose parts the last one adds."""
+PREFETCHED = 256
+"""Bytes of each row of a CTA's part of the weight that are loaded into L2 while the kernel before still runs: of all
+resident CTAs some 8 MB, what is read in 2 us."""
 
 
 class Weight(NamedTuple):
@@ -91,7 +97,7 @@ def weight_only_mm(x: Tensor, weight: Weight, fused: Fused = PLAIN) -> Tensor:
     if len(x) > MOST_ROWS:
         return _long(x, weight, fused)
     spec = _spec(x, weight, fused)
-    names = list(GEMV if len(x) == 1 else (name for name, tile in TILES.items() if tile.split == 1 or not spec.swiglu))
+    names = list(GEMV if len(x) == 1 else (name for name, tile in TILES.items() if not (tile.per_sm and spec.swiglu)))
     n = len(weight.codes)
     key = (1 if len(x) == 1 else spec.block_m, n, x.shape[1], x.dtype, *spec.about)
     name = choose("weight_only_mm", key, names, lambda name: launch_weight_only_mm(x, weight, fused, name))
@@ -125,6 +131,8 @@ class Spec:
     """x is codes too, whose products tensor cores add without converting either."""
     int8_ptx: bool
     """Codes are int8, and inline PTX is allowed."""
+    prefetched: int
+    """Units of each row of the weight, while the kernel before still runs; 0: the launch is not a dependent one."""
     norm: bool
     bias: bool
     swiglu: bool
@@ -165,16 +173,24 @@ def _field(units, FIELD: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, up, row, offset, n, bias_ptr, residual_ptr, y_ptr, inside, SPEC: tl.constexpr):
-    """Bias, SwiGLU, residual, and the store. row: of the weight; offset: of y; n: width of y."""
+def _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC: tl.constexpr):
+    """Scales and biases of rows of the weight; no kernel of a step writes them."""
+    scale = tl.full(row.shape, 1.0, tl.float32)
+    bias = tl.zeros(row.shape, tl.float32)
+    if SPEC.coded and SPEC.group == 0:
+        scale = tl.load(scale_ptr + row * scale_row)
     if SPEC.bias:
-        total += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
-        if SPEC.swiglu:
-            up += tl.load(bias_ptr + n + row, inside, 0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + row).to(tl.float32)
+    return scale, bias
+
+
+@triton.jit
+def _finish(total, up, residual, y_ptr, offset, inside, SPEC: tl.constexpr):
+    """SwiGLU, residual, and the store."""
     if SPEC.swiglu:
         total = total / (1.0 + tl.exp(-total)) * up
     if SPEC.residual:
-        total += tl.load(residual_ptr + offset, inside, 0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     tl.store(y_ptr + offset, total.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -208,6 +224,20 @@ def _gemv_kernel(
     width, groups = k // SPEC.packing, tl.cdiv(k, SPEC.group if SPEC.group else 1)
     address = codes_ptr + row.to(tl.int64)[:, None, None] * width + place[None]
     address_up = address + n.to(tl.int64) * width
+    if SPEC.prefetched:
+        row_ptr = codes_ptr + row.to(tl.int64) * width
+        prefetch_rows(row_ptr, out_row < n, 0, width, SPEC.prefetched)
+        if SPEC.swiglu:
+            prefetch_rows(row_ptr + n.to(tl.int64) * width, out_row < n, 0, width, SPEC.prefetched)
+    # All that the end needs is loaded before the loop: there each load would be waited for.
+    row_scale, row_bias = _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC)
+    up_scale, up_bias = row_scale, row_bias
+    if SPEC.swiglu:
+        up_scale, up_bias = _row_factors(scale_ptr, bias_ptr, row + n, scale_row, SPEC)
+    wait_for_previous(SPEC.prefetched > 0)
+    residual = row_bias
+    if SPEC.residual:
+        residual = tl.load(residual_ptr + row)
     total = tl.zeros((ROWS, GROUPS, EACH), tl.float32)
     total_up = tl.zeros((ROWS, GROUPS, EACH), tl.float32)
     squares = tl.zeros((GROUPS, EACH), tl.float32)
@@ -236,17 +266,14 @@ def _gemv_kernel(
         total = part
         if SPEC.swiglu:
             total_up = part_up
-    y = tl.sum(tl.sum(total, 2), 1)
-    up = tl.sum(tl.sum(total_up, 2), 1) if SPEC.swiglu else y
-    if SPEC.coded and SPEC.group == 0:
-        y *= tl.load(scale_ptr + row * scale_row)
-        if SPEC.swiglu:
-            up *= tl.load(scale_ptr + (row + n) * scale_row)
+    start_next(SPEC.prefetched > 0)
+    y = tl.sum(tl.sum(total, 2), 1) * row_scale
+    up = tl.sum(tl.sum(total_up, 2), 1) * up_scale if SPEC.swiglu else y
     if SPEC.norm:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / k + eps)
         y *= factor
         up *= factor
-    _finish(y, up, row, row, n, bias_ptr, residual_ptr, y_ptr, out_row < n, SPEC)
+    _finish(y + row_bias, up + up_bias, residual, y_ptr, out_row, out_row < n, SPEC)
 
 
 @triton.jit
@@ -285,19 +312,40 @@ def _tile_kernel(
     row = tl.minimum(columns, n - 1)  # of the weight
     width, groups = k // SPEC.packing, tl.cdiv(k, SPEC.group if SPEC.group else 1)
     each = tl.cdiv(tl.cdiv(width, UNITS), SPLIT) * UNITS
-    address = codes_ptr + row.to(tl.int64)[:, None] * width
-    address_up = address + n.to(tl.int64) * width
+    row_ptr = codes_ptr + row.to(tl.int64) * width
+    row_up_ptr = row_ptr + n.to(tl.int64) * width
+    if SPEC.prefetched:
+        prefetch_rows(row_ptr, columns < n, part * each, min(part * each + each, width), SPEC.prefetched)
+        if SPEC.swiglu:
+            prefetch_rows(row_up_ptr, columns < n, part * each, min(part * each + each, width), SPEC.prefetched)
+    # All that the end needs is loaded before the loop: there each load would be waited for.
+    row_scale, row_bias = _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC)
+    up_scale, up_bias = row_scale, row_bias
+    if SPEC.swiglu:
+        up_scale, up_bias = _row_factors(scale_ptr, bias_ptr, row + n, scale_row, SPEC)
+    wait_for_previous(SPEC.prefetched > 0)
+    offset = rows[None] * n + columns[:, None]
+    inside = (columns < n)[:, None] & (rows < m)[None]
+    residual = row_bias[:, None]
+    if SPEC.residual:
+        residual = tl.load(residual_ptr + offset, inside, 0.0)
+    row_factor = row_scale[:, None]
+    up_factor = up_scale[:, None]
+    if SPEC.native and SPEC.group == 0:
+        x_scale = tl.load(x_scale_ptr + rows * x_scale_row, rows < m, 0.0)[None]
+        row_factor *= x_scale
+        up_factor *= x_scale
     total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     for start in tl.range(part * each, min(part * each + each, width), UNITS, num_stages=STAGES):
         place = start + tl.arange(0, UNITS)
         within = place < width
-        units = tl.load(address + place[None], within[None], 0.0)
+        units = tl.load(row_ptr[:, None] + place[None], within[None], 0.0)
         scales = units
         if SPEC.group:
             scales = _group_scales(scale_ptr, row, start, groups, scale_row, scale_column, SPEC, GROUPS)
         if SPEC.swiglu:
-            units_up = tl.load(address_up + place[None], within[None], 0.0)
+            units_up = tl.load(row_up_ptr[:, None] + place[None], within[None], 0.0)
             scales_up = units_up
             if SPEC.group:
                 scales_up = _group_scales(scale_ptr, row + n, start, groups, scale_row, scale_column, SPEC, GROUPS)
@@ -305,11 +353,11 @@ def _tile_kernel(
             x_row = x_ptr + (field * m + rows)[:, None] * width
             x = tl.load(x_row + place[None], (rows < m)[:, None] & within[None], 0.0)
             if SPEC.native and SPEC.group:
-                x_scale = x_scale_ptr + rows * x_scale_row + start // SPEC.group * x_scale_column
-                x_scale = tl.load(x_scale, rows < m, 0.0)[None]
-                total += tl.dot(units, x.T).to(tl.float32) * scales * x_scale
+                group_ptr = x_scale_ptr + rows * x_scale_row + start // SPEC.group * x_scale_column
+                group_scale = tl.load(group_ptr, rows < m, 0.0)[None]
+                total += tl.dot(units, x.T).to(tl.float32) * scales * group_scale
                 if SPEC.swiglu:
-                    total_up += tl.dot(units_up, x.T).to(tl.float32) * scales_up * x_scale
+                    total_up += tl.dot(units_up, x.T).to(tl.float32) * scales_up * group_scale
             elif SPEC.native:
                 total = tl.dot(units, x.T, total, out_dtype=SUM)
                 if SPEC.swiglu:
@@ -319,6 +367,7 @@ def _tile_kernel(
                 if SPEC.swiglu:
                     value = _values(units_up, scales_up, field, SPEC, DTYPE)
                     total_up = tl.dot(value, x.T, total_up, input_precision=PRECISION)
+    start_next(SPEC.prefetched > 0)
     last = True
     if SPLIT > 1:
         tiles = tl.num_programs(0)
@@ -331,18 +380,9 @@ def _tile_kernel(
             for other in tl.static_range(SPLIT):
                 total += tl.load(parts_ptr + (other * tiles + tile) * size + offsets, cache_modifier=".cg")
     if last:
-        y, up = total.to(tl.float32), total_up.to(tl.float32)
-        if SPEC.coded and SPEC.group == 0:
-            y *= tl.load(scale_ptr + row * scale_row)[:, None]
-            if SPEC.swiglu:
-                up *= tl.load(scale_ptr + (row + n) * scale_row)[:, None]
-        if SPEC.native and SPEC.group == 0:
-            x_scale = tl.load(x_scale_ptr + rows * x_scale_row, rows < m, 0.0)[None]
-            y *= x_scale
-            up *= x_scale
-        offset = rows[None] * n + columns[:, None]
-        inside = (columns < n)[:, None] & (rows < m)[None]
-        _finish(y, up, columns[:, None], offset, n, bias_ptr, residual_ptr, y_ptr, inside, SPEC)
+        y = total.to(tl.float32) * row_factor + row_bias[:, None]
+        up = total_up.to(tl.float32) * up_factor + up_bias[:, None]
+        _finish(y, up, residual, y_ptr, offset, inside, SPEC)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -358,13 +398,17 @@ class Gemv(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """BLOCK_N and bytes of a row; warps, stages; CTAs along K."""
+    """BLOCK_N and bytes of a row; warps, stages; CTAs an SM for which K is split, 0: it is not split."""
 
     block_n: int
     bytes: int
     warps: int
     stages: int
-    split: int = 1
+    per_sm: int = 0
+
+    def split(self, tiles: int, device: torch.device) -> int:
+        """CTAs along K of each of `tiles` tiles."""
+        return max(1, min(self.per_sm * sm_count(device) // tiles, MOST_PARTS))
 
 
 def _named(tiles: list) -> dict:
@@ -373,16 +417,16 @@ def _named(tiles: list) -> dict:
 
 # Few: each is compiled and timed for each weight's shape when a model first generates on a machine.
 GEMV: dict[str, Gemv] = _named(
-    [Gemv(4, 512, 1, 4), Gemv(8, 512, 1, 3), Gemv(4, 1024, 4, 3), Gemv(8, 512, 4, 4), Gemv(4, 1024, 2, 3)]
+    [Gemv(4, 512, 1, 4), Gemv(8, 512, 4, 4), Gemv(4, 512, 2, 4), Gemv(4, 1024, 2, 3), Gemv(4, 1024, 4, 3)]
 )
 TILES: dict[str, Tile] = _named(
     [
-        Tile(64, 128, 4, 4),
-        Tile(64, 128, 4, 4, 4),
+        Tile(64, 128, 4, 3),
         Tile(64, 256, 4, 4),
-        Tile(64, 512, 4, 3),
-        Tile(64, 512, 4, 3, 2),
-        Tile(128, 256, 8, 4, 4),
+        Tile(32, 256, 2, 4),
+        Tile(64, 256, 4, 3, 2),
+        Tile(64, 256, 4, 3, 3),
+        Tile(64, 128, 4, 4, 3),
     ]
 )
 
@@ -400,9 +444,11 @@ def _spec(x: Tensor, weight: Weight, fused: Fused) -> Spec:
         "residual": fused.residual is not None,
     }
     about += [name for name, present in flags.items() if present]
+    size = 4 if packing > 1 else weight.codes.element_size()
     return Spec(
         packing, group, rows, weight.fmt is not None, _multiplies_codes(x, weight),
-        int8_ptx=weight.fmt == "int8" and has_ptx(x.device), **flags,
+        int8_ptx=weight.fmt == "int8" and has_ptx(x.device),
+        prefetched=PREFETCHED // size if has_dependent_launch(x.device) else 0, **flags,
         block_m=max(16, triton.next_power_of_2(len(x))), about=tuple(about),
     )  # fmt: skip
 
@@ -438,19 +484,20 @@ def launch_weight_only_mm(x: Tensor, weight: Weight, fused: Fused, name: str) ->
         _gemv_kernel[(triton.cdiv(n, tile.rows),)](
             x, codes, scale, x if fused.norm is None else fused.norm, bias, residual, y, n, k, *strides, fused.eps,
             SPEC=spec, ROWS=tile.rows, UNITS=_units(tile.bytes, codes, spec), STAGES=tile.stages, num_warps=tile.warps,
+            launch_pdl=spec.prefetched > 0,
         )  # fmt: skip
         return y
     tile, tiles = TILES[name], triton.cdiv(n, TILES[name].block_n)
-    parts = x
-    if tile.split > 1:
+    parts, split = x, tile.split(tiles, x.device)
+    if split > 1:
         dtype = torch.int32 if x.dtype == torch.int8 and not spec.group else torch.float32
-        parts = x.new_empty(tile.split, tiles, tile.block_n, spec.block_m, dtype=dtype)
+        parts = x.new_empty(split, tiles, tile.block_n, spec.block_m, dtype=dtype)
     if spec.native:
         x_strides = (x_scale.stride(0), x_scale.stride(1) if x_scale.ndim == 2 else 0)
-    _tile_kernel[(tiles, tile.split)](
+    _tile_kernel[(tiles, split)](
         x, x_scale, codes, scale, bias, residual, y, parts, arrival_counters(x.device), m, n, k, *x_strides, *strides,
-        SPEC=spec, BLOCK_N=tile.block_n, UNITS=_units(tile.bytes, codes, spec), SPLIT=tile.split,
-        STAGES=tile.stages, num_warps=tile.warps,
+        SPEC=spec, BLOCK_N=tile.block_n, UNITS=_units(tile.bytes, codes, spec), SPLIT=split,
+        STAGES=tile.stages, num_warps=tile.warps, launch_pdl=spec.prefetched > 0,
     )  # fmt: skip
     return y
 

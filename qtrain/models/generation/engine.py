@@ -1,9 +1,11 @@
 """Continuing a batch of prompts token by token: read the prompts, then sample and step until every row has ended.
 
-Tokens stay on the device: the host reads them, and sees which rows have ended, every few steps.
+Tokens stay on the device: the host reads them, and sees which rows have ended, every few steps, while the next ones
+run.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +19,7 @@ from qtrain.models.generation.reader import CachedReader, Reader, reader_of
 from qtrain.models.generation.sampling import GREEDY, Sampling, draws, penalized, sample
 
 STEPS_PER_CHECK = 8
-"""Steps between two synchronizations with a GPU, in which the host launches ahead. A CPU has none to save."""
+"""Steps of a GPU whose tokens the host reads together, while it computes as many more. A CPU's are read one by one."""
 
 Finish = Literal["eos", "stop", "length"]
 """Why a row has ended: an end token, a stop string, or --max_new_tokens or the model's last position."""
@@ -98,19 +100,23 @@ class Generation:
         self._logprobs = sampler.logprobs
         try:
             self._begin(reader, sampler)
-            new, done = self._read(sampler, 0, 1), 1
+            new, done = self._extend(sampler.written[:, :1].tolist()), 1
             self.prompt_seconds = time.perf_counter() - started
             yield new
-            step = _Step(reader, sampler, self._decoding.fast)
-            per_check = STEPS_PER_CHECK if runs_ahead(reader.token.device) else 1
+            step, ahead = _Step(reader, sampler, self._decoding.fast), runs_ahead(reader.token.device)
+            per_check, launched, waiting = STEPS_PER_CHECK if ahead else 1, done, deque[_HostCopy]()
             while done < steps and any(row.finish is None for row in self.rows):
                 started = time.perf_counter()
-                count = min(per_check, steps - done)
-                for _ in range(count):
-                    step()
-                new = self._read(sampler, done, done + count)
+                # A GPU computes the next steps while the host reads these: they are for nothing where all rows end.
+                while launched < steps and len(waiting) <= ahead:
+                    end = min(launched + per_check, steps)
+                    for _ in range(launched, end):
+                        step()
+                    waiting.append(_HostCopy(sampler.written[:, launched:end]))
+                    launched = end
+                new = self._extend(waiting.popleft().tolist())
                 self.decode_seconds += time.perf_counter() - started
-                done += count
+                done = min(done + per_check, steps)
                 yield new
         finally:
             reader.close()
@@ -137,12 +143,11 @@ class Generation:
         with torch.compiler.set_stance("force_eager"):  # every length is a new shape
             sampler.take(reader.read_prompts(ids.to(reader.at.device)))
 
-    def _read(self, sampler: "_Sampler", start: int, end: int) -> list[list[int]]:
-        """What was sampled in these steps: synchronizes with the device."""
-        found = sampler.written[:, start:end].tolist()
-        return [self._extend(row, ids) for row, ids in zip(self.rows, found, strict=True)]
+    def _extend(self, found: list[list[int]]) -> list[list[int]]:
+        """Of what steps have sampled for each row, the new ids."""
+        return [self._extend_row(row, ids) for row, ids in zip(self.rows, found, strict=True)]
 
-    def _extend(self, row: Row, ids: list[int]) -> list[int]:
+    def _extend_row(self, row: Row, ids: list[int]) -> list[int]:
         if row.finish is not None:
             return []
         ended = next((at for at, token in enumerate(ids) if token in self._decoding.eos_ids), None)
@@ -153,6 +158,23 @@ class Generation:
             row.finish = "length"
         row.ids += new
         return new
+
+
+class _HostCopy:
+    """Tokens that are copied to the host once the device has sampled them."""
+
+    def __init__(self, tokens: Tensor):
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._host.copy_(tokens, non_blocking=True)
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def tolist(self) -> list[list[int]]:
+        """Waits for them, and for nothing that was launched later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -206,15 +228,15 @@ class _Sampler:
     def take(self, logits: Tensor) -> None:
         """Sample the next token of every row from logits [B, V]."""
         sampling = self._decoding.sampling
-        logits = own = logits[:, : self._decoding.vocab_size].float()
+        logits = own = logits[:, : self._decoding.vocab_size]
         if sampling.repetition_penalty != 1:
             self._seen = self._of_prompts(logits) if self._seen is None else self._seen
-            logits = penalized(logits, self._seen, sampling.repetition_penalty)
+            logits = penalized(logits.float(), self._seen, sampling.repetition_penalty)
         token = sample(logits, sampling, self._draws.gather(1, self._index).squeeze(1)).unsqueeze(1)
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
         if self._decoding.logprobs:
-            self.logprobs.scatter_(1, self._index, own.log_softmax(dim=-1).gather(1, token))
+            self.logprobs.scatter_(1, self._index, own.float().log_softmax(dim=-1).gather(1, token))
         self.written.scatter_(1, self._index, token)
         self._index += 1
         self._token.copy_(token.squeeze(1))

@@ -51,9 +51,10 @@ def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
-    """One token per row, int64 [B], of fp32 logits [B, V]. draw: int64 [B], of `draws`."""
+    """One token per row, int64 [B], of logits [B, V], in fp32. draw: int64 [B], of `draws`."""
     if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
+        return logits.argmax(dim=-1)  # in any dtype: a copy in fp32 is as large as what a step reads for a layer
+    logits = logits.float()
     # The largest is 0 then: a small temperature cannot overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     logits, tokens = _likeliest(logits, sampling)

@@ -28,7 +28,7 @@ def inputs(case, dtype=torch.float32, device: str = "cpu"):
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    at = torch.tensor([places - 1, 0, 77][:batch], device=device)
+    at = torch.tensor([(places - 1, 0, 77)[row % 3] for row in range(batch)], device=device)
     angles = draw(places, d // 2)
     qkv, keys, values = draw(batch, (heads + 2 * kv_heads) * d), *draw(2, batch, kv_heads, places, d)
     qkv[:, :d] *= 8  # one head attends to few keys
@@ -74,7 +74,6 @@ def test_against_fp64(case, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, (32, 28, 4, 128, 700, 0, False), (64, 32, 8, 128, 900, 100, True)])
 def test_on_the_gpu(case):
-    case = (min(case[0], 3), *case[1:]) if case[0] < 32 else (3, *case[1:])
     qkv, keys, values, at, *rest = inputs(case, torch.bfloat16, "cuda")
     plain, launched = [(keys.clone(), values.clone()) for _ in range(2)]
     cached_attention_ref(qkv, *plain, at, *rest)
@@ -82,3 +81,13 @@ def test_on_the_gpu(case):
     torch.testing.assert_close(first.double(), truth(qkv, *plain, at, *rest), rtol=2e-2, atol=2e-2)
     for _ in range(3):  # in the same order every time, whichever part comes last
         assert torch.equal(first, cached_attention(qkv, *launched, at, *rest))
+
+
+@pytest.mark.parametrize(
+    ("shared", "keys", "d", "expected"),
+    [(232448, 592, 128, (128, 8, 3)), (232448, 148, 128, (64, 4, 3)), (101376, 592, 128, (64, 4, 3)),
+     (101376, 592, 256, (32, 4, 2)), (101376, 40, 64, (32, 4, 2))],
+)  # fmt: skip
+def test_blocks_fit_in_shared_memory(shared, keys, d, expected, monkeypatch):
+    monkeypatch.setattr(module, "shared_memory", lambda device: shared)
+    assert module._block(keys, 2 * d, torch.device("cpu")) == expected

@@ -14,6 +14,7 @@ from qtrain.models import (
     export_hf,
     read_model_source,
 )
+from qtrain.models.generation.engine import _Sampler
 from qtrain.models.generation.sampling import penalized
 from tests.models.families import batch, drawn, source_of
 
@@ -82,19 +83,24 @@ def test_a_row_ends_at_the_last_position_whatever_the_others_do(ahead, monkeypat
 
 
 def test_steps_between_checks_change_nothing(monkeypatch):
-    """On a GPU the host looks every 8 steps."""
+    """On a GPU the host looks every 8 steps, and has launched the next ones then."""
     ends = (written(PROMPTS)[0][5],)
-    every, sizes = written(PROMPTS, eos_ids=ends), []
-    read = Generation._read
+    every, events = written(PROMPTS, eos_ids=ends), []
+    extend, take = Generation._extend, _Sampler.take
 
-    def recorded(self, sampler, start, end):
-        sizes.append(end - start)
-        return read(self, sampler, start, end)
+    def recorded(self, found):
+        events.append(len(found[0]))
+        return extend(self, found)
 
-    monkeypatch.setattr(Generation, "_read", recorded)
+    def sampled(self, logits):
+        events.append("step")
+        take(self, logits)
+
+    monkeypatch.setattr(Generation, "_extend", recorded)
+    monkeypatch.setattr(_Sampler, "take", sampled)
     monkeypatch.setattr("qtrain.models.generation.engine.runs_ahead", lambda device: True)
     assert written(PROMPTS, eos_ids=ends) == every
-    assert sizes == [1, 8, 3]
+    assert events == ["step", 1, *["step"] * 11, 8, 3]
 
 
 def test_tokens_of_the_text_so_far_are_penalized():

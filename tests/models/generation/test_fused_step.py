@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtrain.kernels.decode import cached_attention, quantize_normed, weight_only_mm
 from qtrain.models import Decoding, Generation, build_model, read_model_source
 from qtrain.models.generation.fused_step import FusedStep, read_weight, runs_fused
 from qtrain.models.generation.reader import CachedReader, reader_of
@@ -107,3 +108,21 @@ def test_on_the_gpu(tmp_path, kind, scheme):
         assert (fused - plain).norm() <= (0.35 if scheme == "nvfp4" else 0.15) * plain.norm()
         again = Generation(model, prompts, Decoding(12, fast=True))
         assert [ids for new in again for ids in new] == texts[True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dependent_launches_change_no_bit(tmp_path, rows, monkeypatch):
+    """Kernels that start before the one before them has ended, of 40 recorded steps."""
+    model = make(tmp_path, "llama", "int8", "cuda", torch.bfloat16)
+    prompts = [PROMPTS[i, : LENGTHS[i]].tolist() for i in range(rows)]
+
+    def generated() -> list:
+        generation = Generation(model, prompts, Decoding(40, logprobs=True, fast=True))
+        texts = [ids for new in generation for ids in new]
+        return [texts, *(generation.logprobs(row) for row in range(rows))]
+
+    found = generated()
+    for module in (weight_only_mm, quantize_normed, cached_attention):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda device: False)
+    assert generated() == found
