@@ -145,7 +145,7 @@ def _cached_attention_kernel(
     each = tl.cdiv(tl.cdiv(at - first, SPEC.parts), SPEC.block) * SPEC.block
     low = first + part * each
     high = tl.minimum(low + each, at)
-    if SPEC.prefetched:
+    if SPEC.prefetched:  # `at` and the keys before it are older than the kernel before this one
         keys = low + tl.arange(0, SPEC.prefetched)
         prefetch_rows(keys_ptr + keys * D, keys < high, 0, D, D)
         prefetch_rows(values_ptr + keys * D, keys < high, 0, D, D)
@@ -191,9 +191,8 @@ def _cached_attention_kernel(
         tl.store(keys_ptr + at * D + pair[None], new_k1)
         tl.store(keys_ptr + at * D + SPEC.half + pair[None], new_k2)
         tl.store(values_ptr + at * D + dim, new_v)
-        score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32), 1) + tl.sum(
-            q2.to(tl.float32) * new_k2.to(tl.float32), 1
-        )
+        score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32), 1)
+        score += tl.sum(q2.to(tl.float32) * new_k2.to(tl.float32), 1)
         score *= scale
         new = tl.maximum(highest, score)
         weight, keep = tl.exp(score - new), tl.exp(highest - new)
@@ -235,7 +234,7 @@ def launch_cached_attention(
     batch, kv_heads, places, d = keys.shape
     group = qkv.shape[1] // d // kv_heads - 2
     programs = batch * kv_heads
-    # About a CTA an SM, of at least two blocks of keys each.
+    # About a CTA an SM, of at least 128 keys each.
     parts = max(1, min(sm_count(qkv.device) // programs, places // 128, MOST_PARTS))
     parts = 2 ** (parts.bit_length() - 1)
     block, warps, stages = _block(places // parts, d * qkv.element_size(), qkv.device)

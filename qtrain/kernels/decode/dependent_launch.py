@@ -3,10 +3,14 @@
 Such a step is a chain of kernels of a few microseconds each; between two of them the GPU drains, launches and fills
 again, and reads nothing. On GPUs from Hopper on, each kernel here lets the next one start when its own loop is over
 (`start_next`). The next one begins to load into L2 what the kernel before it does not write (`prefetch_rows`), then
-waits until that has ended and its stores are visible (`wait_for_previous`). A kernel calls `start_next` after
-`wait_for_previous`: whatever kernels before the previous one have written is then visible from the start.
+waits until that has ended and its stores are visible (`wait_for_previous`).
 
-Launches take `launch_pdl=True`; CUDA graphs keep it.
+    product, attention    let the next one start after their own wait: whatever is older than the kernel before it, such
+                          as the cache and the places in it, is visible to it from its first instruction
+    quantizer             before it: the product after it reads nothing but the weight until it has waited
+
+Started before their loops, waiting CTAs would take the place of those that read: bf16 with one text at 7B then takes
+3.77 ms on an H200 instead of 3.64. Launches take `launch_pdl=True`; CUDA graphs keep it.
 
 Source: "Programmatic Dependent Launch and Synchronization" of the CUDA programming guide; PTX's `griddepcontrol`.
 """

@@ -58,13 +58,15 @@ def _quantize_normed_kernel(
     place = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
     inside = place < k
     start_next(EARLY)
-    norm = tl.load(norm_ptr + place, inside, 0.0) if NORM else 0.0
+    norm = tl.zeros((GROUPS, WIDTH), tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + place, inside, 0.0).to(tl.float32)
     wait_for_previous(EARLY)
     x = tl.load(x_ptr + row * k + place, inside, 0.0)
     if NORM:
         value = x.to(tl.float32)
         value *= tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / k + eps)
-        x = (value * norm.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        x = (value * norm).to(x_ptr.dtype.element_ty)
     if CODE is None:
         tl.store(out_ptr + row * k + place, x, inside)
     else:
