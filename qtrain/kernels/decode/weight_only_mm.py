@@ -174,7 +174,7 @@ def _field(units, FIELD: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC: tl.constexpr):
-    """Scales and biases of rows of the weight; no kernel of a step writes them."""
+    """Scales and biases of rows of the weight."""
     scale = tl.full(row.shape, 1.0, tl.float32)
     bias = tl.zeros(row.shape, tl.float32)
     if SPEC.coded and SPEC.group == 0:
@@ -182,6 +182,22 @@ def _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC: tl.constexpr):
     if SPEC.bias:
         bias = tl.load(bias_ptr + row).to(tl.float32)
     return scale, bias
+
+
+@triton.jit
+def _read_early(codes_ptr, scale_ptr, bias_ptr, row, inside, n, start, end, width, scale_row, SPEC: tl.constexpr):
+    """What no kernel of a step writes: the beginning of rows of the weight, from unit `start` on, into L2; scales and
+    biases of `row`, and with SwiGLU of `up`. After the loop each of these loads would be waited for."""
+    if SPEC.prefetched:
+        row_ptr = codes_ptr + row.to(tl.int64) * width
+        prefetch_rows(row_ptr, inside, start, end, SPEC.prefetched)
+        if SPEC.swiglu:
+            prefetch_rows(row_ptr + n.to(tl.int64) * width, inside, start, end, SPEC.prefetched)
+    scale, bias = _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC)
+    up_scale, up_bias = scale, bias
+    if SPEC.swiglu:
+        up_scale, up_bias = _row_factors(scale_ptr, bias_ptr, row + n, scale_row, SPEC)
+    return scale, bias, up_scale, up_bias
 
 
 @triton.jit
@@ -224,16 +240,9 @@ def _gemv_kernel(
     width, groups = k // SPEC.packing, tl.cdiv(k, SPEC.group if SPEC.group else 1)
     address = codes_ptr + row.to(tl.int64)[:, None, None] * width + place[None]
     address_up = address + n.to(tl.int64) * width
-    if SPEC.prefetched:
-        row_ptr = codes_ptr + row.to(tl.int64) * width
-        prefetch_rows(row_ptr, out_row < n, 0, width, SPEC.prefetched)
-        if SPEC.swiglu:
-            prefetch_rows(row_ptr + n.to(tl.int64) * width, out_row < n, 0, width, SPEC.prefetched)
-    # All that the end needs is loaded before the loop: there each load would be waited for.
-    row_scale, row_bias = _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC)
-    up_scale, up_bias = row_scale, row_bias
-    if SPEC.swiglu:
-        up_scale, up_bias = _row_factors(scale_ptr, bias_ptr, row + n, scale_row, SPEC)
+    row_scale, row_bias, up_scale, up_bias = _read_early(
+        codes_ptr, scale_ptr, bias_ptr, row, out_row < n, n, 0, width, width, scale_row, SPEC
+    )
     wait_for_previous(SPEC.prefetched > 0)
     residual = row_bias
     if SPEC.residual:
@@ -314,15 +323,10 @@ def _tile_kernel(
     each = tl.cdiv(tl.cdiv(width, UNITS), SPLIT) * UNITS
     row_ptr = codes_ptr + row.to(tl.int64) * width
     row_up_ptr = row_ptr + n.to(tl.int64) * width
-    if SPEC.prefetched:
-        prefetch_rows(row_ptr, columns < n, part * each, min(part * each + each, width), SPEC.prefetched)
-        if SPEC.swiglu:
-            prefetch_rows(row_up_ptr, columns < n, part * each, min(part * each + each, width), SPEC.prefetched)
-    # All that the end needs is loaded before the loop: there each load would be waited for.
-    row_scale, row_bias = _row_factors(scale_ptr, bias_ptr, row, scale_row, SPEC)
-    up_scale, up_bias = row_scale, row_bias
-    if SPEC.swiglu:
-        up_scale, up_bias = _row_factors(scale_ptr, bias_ptr, row + n, scale_row, SPEC)
+    first, end = part * each, min(part * each + each, width)
+    row_scale, row_bias, up_scale, up_bias = _read_early(
+        codes_ptr, scale_ptr, bias_ptr, row, columns < n, n, first, end, width, scale_row, SPEC
+    )
     wait_for_previous(SPEC.prefetched > 0)
     offset = rows[None] * n + columns[:, None]
     inside = (columns < n)[:, None] & (rows < m)[None]
@@ -337,7 +341,7 @@ def _tile_kernel(
         up_factor *= x_scale
     total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-    for start in tl.range(part * each, min(part * each + each, width), UNITS, num_stages=STAGES):
+    for start in tl.range(first, end, UNITS, num_stages=STAGES):
         place = start + tl.arange(0, UNITS)
         within = place < width
         units = tl.load(row_ptr[:, None] + place[None], within[None], 0.0)
