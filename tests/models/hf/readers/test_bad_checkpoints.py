@@ -25,6 +25,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gptq": ("ct_int8", {"quant_method": "gptq", "bits": 4}, "unknown quant_method 'gptq'.* Allowed: bitnet, bits"),
     "awq": ("ct_int8", {"quant_method": "awq"}, "unknown quant_method 'awq'"),
     "mxfp4": ("fp8_block", {"quant_method": "mxfp4"}, "unknown quant_method 'mxfp4'.* Did you mean 'mxfp8'"),
+    "torchao": ("ct_int8", {"quant_method": "torchao"}, "unknown quant_method 'torchao'"),
     "fbgemm": ("fp8_block", {"quant_method": "fbgemm_fp8"}, "unknown quant_method 'fbgemm_fp8'"),
     "no method": ("fp8_block", {"quant_method": None}, "unknown quant_method 'None'"),
     "a method that is code": ("fp8_block", {"quant_method": "__import__('os').abort()"}, "unknown quant_method"),
