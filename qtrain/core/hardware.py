@@ -91,7 +91,8 @@ RUNS_AS = {"int4": "int8"}
 
 PTX_CAPABILITY, FP8_CAPABILITY, DEPENDENT_LAUNCH_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (9, 0), (10, 0)
 """Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
-convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
+convert to and multiply FP8 (Ada), whose kernels can start before the last one has ended (Hopper), and that multiply FP8
+with a scale per 32 elements (Blackwell)."""
 
 WGMMA_CAPABILITY = (9, 0)
 """Compute capability of the only GPUs with `wgmma` (Hopper)."""
