@@ -25,8 +25,11 @@ from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
 from qtrain.kernels.decode.cached_attention import Heads, launch_cached_attention
+from qtrain.kernels.decode.gemv import GEMV
+from qtrain.kernels.decode.operands import Fused, Weight
 from qtrain.kernels.decode.quantize_normed import launch_normed, launch_quantize_normed
-from qtrain.kernels.decode.weight_only_mm import GEMV, TILES, Fused, Weight, launch_weight_only_mm
+from qtrain.kernels.decode.row_tiles import TILES
+from qtrain.kernels.decode.weight_only_mm import launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm

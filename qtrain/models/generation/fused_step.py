@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.kernels.decode.cached_attention import Heads, cached_attention
-from qtrain.kernels.decode.weight_only_mm import FORMATS_READ, Fused, Weight, weight_only_mm
+from qtrain.kernels.decode.operands import FORMATS_READ, Fused, Weight
+from qtrain.kernels.decode.weight_only_mm import weight_only_mm
 from qtrain.kernels.numerics.formats import FORMATS, pack
 from qtrain.models.native.attention import Attention
 from qtrain.models.native.decoder import Decoder

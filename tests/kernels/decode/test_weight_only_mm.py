@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtrain.kernels.decode import weight_only_mm as module
+from qtrain.kernels.decode import operands
+from qtrain.kernels.decode.gemv import GEMV
+from qtrain.kernels.decode.operands import Fused, Weight, multiplies_codes
 from qtrain.kernels.decode.quantize_normed import launch_normed, launch_quantize_normed, quantize_normed_ref
+from qtrain.kernels.decode.row_tiles import TILES
 from qtrain.kernels.decode.weight_only_mm import (
-    GEMV,
     PLAIN,
-    TILES,
-    Fused,
-    Weight,
     launch_weight_only_mm,
     weight_only_mm,
     weight_only_mm_ref,
@@ -47,7 +46,7 @@ def case(fmt: str | None, granularity: str, m: int, swiglu: bool, dtype=torch.fl
 def truth(x: Tensor, weight: Weight, fused: Fused, in_codes: bool | None = None) -> tuple[Tensor, Tensor]:
     """y in fp64, and the sum of magnitudes that its rounding is relative to. in_codes: whether x is codes; None: as the
     kernel decides."""
-    if module._multiplies_codes(x, weight) if in_codes is None else in_codes:
+    if multiplies_codes(x, weight) if in_codes is None else in_codes:
         granularity = "1x128" if weight.granularity == "128x128" else "rowwise"
         codes = quantize_normed_ref(x, fused.norm, fused.eps, weight.fmt, granularity)
         value = dequantize(*codes, weight.fmt, granularity, x.shape).double()
@@ -87,7 +86,7 @@ def tiles_of(m: int, swiglu: bool) -> list[str]:
 @pytest.mark.parametrize("m", [1, 5])
 @pytest.mark.parametrize("fmt,granularity", FORMATS)
 def test_kernel(fmt, granularity, m, swiglu, monkeypatch):
-    monkeypatch.setattr(module, "has_fp8", lambda device: True)
+    monkeypatch.setattr(operands, "has_fp8", lambda device: True)
     x, weight, fused = case(fmt, granularity, m, swiglu)
     names = tiles_of(m, swiglu)
     # Interpreted tiles are slow: each format takes two, which rotate.

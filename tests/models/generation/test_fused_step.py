@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.decode import cached_attention, quantize_normed, weight_only_mm
+from qtrain.kernels.decode import cached_attention, operands, quantize_normed
 from qtrain.models import Decoding, Generation, build_model, read_model_source
 from qtrain.models.generation.fused_step import FusedStep, read_weight, runs_fused
 from qtrain.models.generation.reader import CachedReader, reader_of
@@ -123,6 +123,6 @@ def test_dependent_launches_change_no_bit(tmp_path, rows, monkeypatch):
         return [texts, *(generation.logprobs(row) for row in range(rows))]
 
     found = generated()
-    for module in (weight_only_mm, quantize_normed, cached_attention):
+    for module in (operands, quantize_normed, cached_attention):
         monkeypatch.setattr(module, "has_dependent_launch", lambda device: False)
     assert generated() == found
