@@ -264,7 +264,7 @@ def results(groups: Sequence[RunGroup]) -> str:
     for group in groups:
         rows += [_row(run.name, [run]) for run in group.runs]
         if len(group.runs) > 1:
-            rows.append(_row(f"{group.name}: mean of {len(group.runs)} seeds", group.runs))
+            rows.append(_row(f"{group.name}: mean of {len(group.runs)} runs", group.runs))
     differences = [group_difference(groups[0], group, "validation") for group in groups[1:]]
     over = []
     for group, difference in zip(groups[1:], differences, strict=True):
