@@ -87,7 +87,8 @@ DATASHEET = {
 }
 
 RUNS_AS = {"int4": "int8"}
-"""Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
+"""Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8, but
+where INT4 tensor cores are faster."""
 
 PTX_CAPABILITY, FP8_CAPABILITY, DEPENDENT_LAUNCH_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (9, 0), (10, 0)
 """Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
@@ -166,6 +167,11 @@ def has_ptx(device: torch.device) -> bool:
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts to FP8 in one instruction and multiplies it on tensor cores."""
     return compute_capability(device) >= FP8_CAPABILITY
+
+
+def has_int4(device: torch.device) -> bool:
+    """Whether the device has INT4 tensor cores: Ampere and Ada. Later ones run their instruction on INT8 cores."""
+    return PTX_CAPABILITY <= compute_capability(device) < WGMMA_CAPABILITY
 
 
 def has_dependent_launch(device: torch.device) -> bool:

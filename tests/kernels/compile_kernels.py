@@ -32,10 +32,10 @@ from qtrain.kernels.decode.row_tiles import TILES
 from qtrain.kernels.decode.weight_only_mm import launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
-from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, low_rank_mm, scaled_mm
+from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_cores, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.codes_mm import launch_codes_grad_mm, launch_codes_mm
-from qtrain.kernels.gemm.persistent import launch_persistent_mm, launch_transpose_8bit
+from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm, launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
@@ -289,6 +289,11 @@ def gemms() -> Iterator[Case]:
         yield number == 1, lambda t=t, x=x: int4_mm.launch_int4_mm(x, x, None, torch.int32, t)
         yield False, lambda t=t, x=x, s=scale: int4_mm.launch_int4_mm(x, x, (s, s), BF16, t)
     yield True, lambda: int4_mm.launch_unpack_halves(zeros(64, 512, dtype=torch.uint8))
+    # Small tiles are multiplied by `mma` everywhere; larger ones where there are INT4 cores.
+    cores = list(int4_cores.CORES.values()) if hardware.has_int4(torch.device("cpu")) else []
+    for t, x in product((Tiling(32, 64, 64, 2, 3), *cores), (zeros(640, 512, dtype=torch.uint8),)):
+        yield False, lambda t=t, x=x: int4_cores.launch_int4_cores_mm(x, x, None, torch.int32, t)
+        yield False, lambda t=t, x=x, s=scale: int4_cores.launch_int4_cores_mm(x, x, (s, s), BF16, t)
     for number, t in enumerate(blockwise_mm.TILINGS.values()):
         for a, b in dtypes:
             for blocks in [("1x128", "128x128"), ("1x128", "1x128"), *([("32x32", "32x32")] if a is INT8 else [])]:
@@ -563,6 +568,7 @@ TUNED = {
     "_slice_kernel",
     "_sum_slices_kernel",
     "_int4_mm_kernel",
+    "_int4_cores_kernel",
     "_blockwise_mm_kernel",
     "_m_grouped_kernel",
     "_k_grouped_kernel",

@@ -1,13 +1,14 @@
 """GEMM of packed INT4 codes through the INT8 tensor cores: out = A · Bᵀ, codes -8..7, two per byte along K.
 
-Hopper has no INT4 tensor cores, so nibbles become bytes first. The order of K is free as long as both operands agree:
-low nibbles multiply low nibbles, high ones high ones, and nothing is interleaved. Nor is a sign extended: a nibble in
-the high half of a byte is 16 times its code, so a mask and a shift unpack a register of four bytes, and the sum, 256
-times too large, is shifted back at the end. That is exact while 256 * 64 * K < 2**31.
+Hopper and Blackwell have no INT4 tensor cores, so nibbles become bytes first. The order of K is free as long as both
+operands agree: low nibbles multiply low nibbles, high ones high ones, and nothing is interleaved. Nor is a sign
+extended: a nibble in the high half of a byte is 16 times its code, so a mask and a shift unpack a register of four
+bytes, and the sum, 256 times too large, is shifted back at the end. That is exact while 256 * 64 * K < 2**31.
 
-Two implementations, chosen by measurement (`autotune.choose`): the fused kernel unpacks tiles in registers, and loads
+The implementation is chosen by measurement (`autotune.choose`): the fused kernel unpacks tiles in registers, and loads
 half the bytes; `unpack` writes both operands as int8, the low nibbles of a row first, then its high ones, and runs the
-INT8 GEMM, which keeps the tensor cores busier. The gain over INT8 is memory, not arithmetic.
+INT8 GEMM, which keeps the tensor cores busier. With both the gain over INT8 is memory, not arithmetic. Ampere and Ada
+can multiply packed codes as they are (`int4_cores.py`).
 """
 
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx, sm_count
+from qtrain.core.hardware import has_int4, has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
+from qtrain.kernels.gemm.int4_cores import CORES, launch_int4_cores_mm
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, by_name, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -155,7 +157,12 @@ FUSED = by_name(
 def _names(a: Tensor, b: Tensor, k: int, out_dtype: torch.dtype) -> list[str]:
     """The implementations that can take these operands, the best in general first."""
     aligned = a.shape[1] % 16 == 0 and b.shape[0] * out_dtype.itemsize % 16 == 0  # of TMA descriptors
-    return ["triton unpack", *(FUSED if aligned and k <= LONGEST_FUSED_K else ())]
+    # Those on INT4 cores come last: without timing they are not chosen.
+    return [
+        "triton unpack",
+        *(FUSED if aligned and k <= LONGEST_FUSED_K else ()),
+        *(CORES if has_int4(a.device) else ()),
+    ]
 
 
 def _dispatch(
@@ -173,6 +180,8 @@ def _dispatch(
     def run(name: str) -> Tensor:
         if name == "triton unpack":
             return multiply(launch_unpack_halves(a), launch_unpack_halves(b))
+        if name in CORES:
+            return launch_int4_cores_mm(a, b, scales, out_dtype, CORES[name])
         return launch_int4_mm(a, b, scales, out_dtype, FUSED[name])
 
     return run(choose(op, (a.shape[0], b.shape[0], k, out_dtype), _names(a, b, k, out_dtype), run))

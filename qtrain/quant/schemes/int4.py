@@ -2,7 +2,7 @@
 
 `output` multiplies INT4 codes. Gradients are INT8 by default: four bits cut off their long tails (compare Xi et al.,
 "Training Transformers with 4-bit Integers", arXiv:2306.11987). Hopper has no INT4 tensor cores: packed codes are
-unpacked to INT8, so against INT8 this saves memory rather than time.
+unpacked to INT8, so against INT8 this saves memory rather than time. Ampere and Ada have them.
 """
 
 from dataclasses import dataclass

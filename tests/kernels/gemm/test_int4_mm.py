@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtrain.core.hardware import has_int4
+from qtrain.kernels.gemm.int4_cores import CORES, INT4_MMA, INT8_MMA, launch_int4_cores_mm, with_int4_mma
 from qtrain.kernels.gemm.int4_mm import (
     FUSED,
     LONGEST_FUSED_K,
@@ -85,6 +87,43 @@ def test_kernels():
     sizes = (torch.randint(1, 30, (3,), generator=random).tolist() for _ in range(200))
     shapes = [(13 * m, 4 * n, 32 * k) for m, n, k in sizes] + [(4096, 4096, 1024), (8192, 896, 4864)]
     check_kernels("cuda", shapes, list(FUSED.values()))
+
+
+SMALL_CORES = Tiling(32, 64, 64, 2, 3)
+"""Hopper multiplies such a tile by `mma` too, and has INT4's instruction, on INT8 cores."""
+
+
+@pytest.mark.gpu
+def test_kernels_on_int4_cores():
+    tilings = [SMALL_CORES, *(CORES.values() if has_int4(torch.device("cuda")) else ())]
+    for m, n, k in [*SHAPES[:-1], (300, 200, 4864), (1000, 72, 1022)]:
+        a, b, expected = case(m, n, k, "cuda")
+        scales = 2.0 ** torch.randint(-4, 4, (m,)), 2.0 ** torch.randint(-4, 4, (n,))
+        scaled = expected.float() * scales[0][:, None] * scales[1][None, :]
+        scales = tuple(scale.cuda() for scale in scales)
+        for tiling in tilings:
+            out = launch_int4_cores_mm(a, b, None, torch.int32, tiling)
+            assert torch.equal(out.cpu(), expected), (m, n, k, tiling.name)
+            out = launch_int4_cores_mm(a, b, scales, torch.float32, tiling)
+            assert torch.equal(out.cpu(), scaled), (m, n, k, tiling.name)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("m,n,k", [(1, 1, 1), (17, 130, 257), (70, 100, 160)])
+def test_kernel_on_int4_cores_in_the_interpreter(m, n, k):
+    """Interpreted, its instruction is not exchanged: it multiplies the bytes."""
+    a, b, _ = case(m, n, k)
+    total = (a.view(torch.int8).double() @ b.view(torch.int8).double().t()).int()
+    assert torch.equal(launch_int4_cores_mm(a, b, None, torch.int32, SMALL_CORES), total)
+    scales = 2.0 ** torch.randint(-4, 4, (m,)), 2.0 ** torch.randint(-4, 4, (n,))
+    scaled = total.float() * scales[0][:, None] * scales[1][None, :]
+    assert torch.equal(launch_int4_cores_mm(a, b, scales, torch.float32, SMALL_CORES), scaled)
+
+
+def test_instructions_are_exchanged_or_missed():
+    assert with_int4_mma(f"a; {INT8_MMA} x; {INT8_MMA} y;") == f"a; {INT4_MMA} x; {INT4_MMA} y;"
+    with pytest.raises(RuntimeError, match=r"no mma\.sync"):
+        with_int4_mma("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8")
 
 
 @pytest.mark.gpu
