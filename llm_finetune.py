@@ -81,8 +81,10 @@ def train(settings: FinetuneSettings) -> None:
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.language import LanguageEvaluation
     from qtrain.train.eval.lm_eval import check_lm_eval
-    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.loop import Training
     from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.plan.out_of_memory import explain_out_of_memory
+    from qtrain.train.records import log_results
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import language_forward
 
@@ -155,7 +157,7 @@ def train(settings: FinetuneSettings) -> None:
             training.record_final(evaluation.over_all)
         merges = settings.export and original is None
         finish = None if lora is None else partial(finish_adapters, run, lora, merge=merges)
-        tokenizer, record = text.exported_tokenizer, training.record_results
+        tokenizer, record = text.exported_tokenizer, training.records.add_results
         export_run(prepared, run, tokenizer, record, original=original, finish=finish)
 
 

@@ -55,8 +55,10 @@ def train(settings: PretrainSettings) -> None:
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.language import LanguageEvaluation
     from qtrain.train.eval.lm_eval import check_lm_eval
-    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.loop import Training
     from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.plan.out_of_memory import explain_out_of_memory
+    from qtrain.train.records import log_results
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import language_forward
 
@@ -111,7 +113,7 @@ def train(settings: PretrainSettings) -> None:
         if settings.final_eval == "all":
             training.record_final(evaluation.over_all)
         if settings.export:
-            export_run(prepared, run, text.exported_tokenizer, training.record_results)
+            export_run(prepared, run, text.exported_tokenizer, training.records.add_results)
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             other += " --quantize_overrides {}" if settings.quantize_overrides else ""

@@ -49,8 +49,10 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.vision_architecture import VisionArchitecture
     from qtrain.train.eval.vision import VisionEvaluation
-    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.loop import Training
     from qtrain.train.plan.checked_settings import check_settings, count_steps
+    from qtrain.train.plan.out_of_memory import explain_out_of_memory
+    from qtrain.train.records import log_results
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import vision_forward
     from qtrain.train.step.step import export_weights

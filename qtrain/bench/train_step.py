@@ -35,7 +35,7 @@ from qtrain.comm.ranks import rank
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware import describe_hardware, peak_memory
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import add_lora, as_lora, read_model_source
@@ -46,7 +46,6 @@ from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.status import three_digits
-from qtrain.train.loop import peak_memory
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.plan import GIB
 from qtrain.train.settings.exclusions import Options, check_exclusions

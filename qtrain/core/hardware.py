@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from qtrain.core.errors import unknown_name
+from qtrain.core.process import peak_resident_bytes
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,11 @@ def allocatable_memory(device: torch.device) -> int:
     index = torch.cuda.current_device() if device.index is None else device.index
     own = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and tuple(s["segment_pool_id"]) == (0, 0)]
     return max(0, min(free, limit)) + sum(s["total_size"] - s["allocated_size"] for s in own)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process so far: allocated tensors on a GPU, resident memory on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def host_memory() -> int | None:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,8 @@ from qtrain.data.text import text_datasets
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
+from qtrain.train.saves import Saves
+from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resolve_resume
 from tests.cases import sampled
 from tests.data.corpora import functions, write_jsonl
@@ -91,15 +94,25 @@ def test_accumulating_gives_the_losses_of_the_whole_batch():
 
 
 def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int = signal.SIGTERM) -> None:
-    """Send a signal at the end of Training's `method` at a step."""
-    original = getattr(Training, method)
+    """Send a signal at the end of Training's `method`, or of a save, at a step."""
+    owner, original = owner_of(method)
 
     def interrupted(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        if self.run.state.step == at_step:
+        if run_of(self).state.step == at_step:
             os.kill(os.getpid(), number)
 
-    patch.setattr(Training, method, interrupted)
+    patch.setattr(owner, method, interrupted)
+
+
+def owner_of(method: str) -> tuple[type, Callable]:
+    """The class that has it, and the method."""
+    owner = Saves if method == "save" else Training
+    return owner, getattr(owner, method)
+
+
+def run_of(owner: Training | Saves) -> Run:
+    return owner._run if isinstance(owner, Saves) else owner.run
 
 
 def resume_arguments(out: str) -> list[str]:
@@ -179,7 +192,7 @@ def test_early_stopping_ends_the_run_and_counts_on_after_resuming(scripted, stop
         ("_step", 4, [0, 3]),
         ("_evaluate", 3, [0, 3]),
         ("_evaluate", 0, [0]),  # before the first step
-        ("_save", 2, [0]),
+        ("save", 2, [0]),
     ],
 )
 def test_a_stopped_and_resumed_run_ends_the_same(method, at_step, evaluated):
@@ -187,7 +200,7 @@ def test_a_stopped_and_resumed_run_ends_the_same(method, at_step, evaluated):
     assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, method, at_step)
-        done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
+        done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "save" else 0))
     assert done.code == 128 + signal.SIGTERM, done.err
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
     assert f"stopped at step {at_step}; resume with:" in done.out
@@ -262,23 +275,24 @@ def test_more_steps_than_planned_may_be_added():
 @pytest.mark.parametrize(
     ("method", "what"),
     sampled(
-        [*itertools.product(["_step", "_evaluate", "_save"], ["folder", "all runs", "moved"])],
-        lambda *case: case not in [("_step", "folder"), ("_evaluate", "all runs"), ("_save", "moved")],
+        [*itertools.product(["_step", "_evaluate", "save"], ["folder", "all runs", "moved"])],
+        lambda *case: case not in [("_step", "folder"), ("_evaluate", "all runs"), ("save", "moved")],
     ),
 )
 def test_a_run_folder_that_disappears_is_replaced_by_one_beside_it(monkeypatch, method, what):
     """After step 6, where an evaluation and a checkpoint are due; nothing of the run is lost, and a line says so."""
     assert call(llm_pretrain.main, argv(runs_dir="whole")).code == 0
-    original, gone = getattr(Training, method), []
+    (owner, original), gone = owner_of(method), []
 
     def disappears(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        if self.run.state.step == 6 and not gone:
-            gone.append(self.run.folder.path)
-            path = self.run.folder.path if what != "all runs" else Path("runs")
+        run = run_of(self)
+        if run.state.step == 6 and not gone:
+            gone.append(run.folder.path)
+            path = run.folder.path if what != "all runs" else Path("runs")
             path.rename("elsewhere") if what == "moved" else shutil.rmtree(path)
 
-    monkeypatch.setattr(Training, method, disappears)
+    monkeypatch.setattr(owner, method, disappears)
     done = call(llm_pretrain.main, argv(export=True, ckpt_interval=6, keep_ckpts=2))
     assert done.code == 0, done.err
     run = only_run(Path("runs"))

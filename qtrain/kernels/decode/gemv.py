@@ -10,14 +10,14 @@ from qtrain.kernels.decode.dependent_launch import start_next, wait_for_previous
 from qtrain.kernels.decode.operands import (
     Fused,
     Weight,
-    code_values,
+    field_values,
     finish,
     group_scales,
     in_words,
+    kernel_spec,
     named,
     read_early,
     scale_of,
-    spec_of,
     units_of,
 )
 from qtrain.kernels.decode.quantize_normed import normed
@@ -75,9 +75,9 @@ def _gemv_kernel(
             if SPEC.norm:
                 squares += x * x
                 x *= tl.load(norm_ptr + start + place, within, 0.0).to(tl.float32)
-            part += code_values(units, field, SPEC) * x[None]
+            part += field_values(units, field, SPEC) * x[None]
             if SPEC.swiglu:
-                part_up += code_values(units_up, field, SPEC) * x[None]
+                part_up += field_values(units_up, field, SPEC) * x[None]
         if SPEC.group:
             scales = group_scales(scale_ptr, row, start, groups, scale_row, scale_column, SPEC, GROUPS)
             part = total + part * scales[:, :, None]
@@ -105,7 +105,7 @@ GEMV: dict[str, Gemv] = named(
 
 def launch_gemv(x: Tensor, weight: Weight, fused: Fused, name: str) -> Tensor:
     """`weight_only_mm` of one row by the kernel of this name in `GEMV`."""
-    tile, k, spec = GEMV[name], x.shape[1], spec_of(x, weight, fused)
+    tile, k, spec = GEMV[name], x.shape[1], kernel_spec(x, weight, fused)
     n = len(weight.codes) // 2 if fused.swiglu else len(weight.codes)
     y = x.new_empty(1, n)
     norm = fused.norm

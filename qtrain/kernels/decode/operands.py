@@ -78,7 +78,7 @@ class Spec:
     """Names of format and granularity, and of what is fused."""
 
 
-def spec_of(x: Tensor, weight: Weight, fused: Fused) -> Spec:
+def kernel_spec(x: Tensor, weight: Weight, fused: Fused) -> Spec:
     packing, group, rows, about = 1, 0, 1, ["plain"]
     if weight.fmt is not None:
         sizes, fields = GRANULARITIES[weight.granularity], FORMATS[weight.fmt].packing
@@ -160,7 +160,7 @@ fp32 is an instruction of a slower pipe."""
 
 
 @triton.jit
-def code_values(units, FIELD: tl.constexpr, SPEC: tl.constexpr):
+def field_values(units, FIELD: tl.constexpr, SPEC: tl.constexpr):
     """Code number FIELD of each unit, in fp32."""
     if SPEC.int8_ptx:
         return tl.inline_asm_elementwise(INT8_TO_FLOAT, "=r,=r,=r,=r,r", [units], tl.float32, is_pure=True, pack=4)

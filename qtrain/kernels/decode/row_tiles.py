@@ -15,14 +15,14 @@ from qtrain.kernels.decode.dependent_launch import start_next, wait_for_previous
 from qtrain.kernels.decode.operands import (
     Fused,
     Weight,
-    code_values,
+    field_values,
     finish,
     group_scales,
     in_words,
+    kernel_spec,
     named,
     read_early,
     scale_of,
-    spec_of,
     strides_of,
     units_of,
 )
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 @triton.jit
 def _values(units, scales, FIELD: tl.constexpr, SPEC: tl.constexpr, DTYPE: tl.constexpr):
     """Units [rows, UNITS] as values in DTYPE, times the scales [rows, groups] of their groups."""
-    value = code_values(units, FIELD, SPEC)
+    value = field_values(units, FIELD, SPEC)
     if SPEC.group:
         ROWS: tl.constexpr = units.shape[0]
         UNITS: tl.constexpr = units.shape[1]
@@ -164,7 +164,7 @@ TILES: dict[str, Tile] = named(
 
 def launch_tiles(x: Tensor, weight: Weight, fused: Fused, name: str) -> Tensor:
     """`weight_only_mm` of two rows or more by the kernel of this name in `TILES`."""
-    (m, k), tile, spec = x.shape, TILES[name], spec_of(x, weight, fused)
+    (m, k), tile, spec = x.shape, TILES[name], kernel_spec(x, weight, fused)
     n = len(weight.codes) // 2 if fused.swiglu else len(weight.codes)
     y, x_scale = x.new_empty(m, n), x
     if spec.native and weight.fmt is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.decode.gemv import GEMV, launch_gemv
-from qtrain.kernels.decode.operands import Fused, Weight, spec_of
+from qtrain.kernels.decode.operands import Fused, Weight, kernel_spec
 from qtrain.kernels.decode.row_tiles import TILES, launch_tiles
 
 MOST_ROWS = 64
@@ -50,7 +50,7 @@ def weight_only_mm(x: Tensor, weight: Weight, fused: Fused = PLAIN) -> Tensor:
         return weight_only_mm_ref(x, weight, fused)
     if len(x) > MOST_ROWS:
         return _long(x, weight, fused)
-    spec = spec_of(x, weight, fused)
+    spec = kernel_spec(x, weight, fused)
     names = list(GEMV if len(x) == 1 else (name for name, tile in TILES.items() if not (tile.per_sm and spec.swiglu)))
     n = len(weight.codes)
     key = (1 if len(x) == 1 else spec.block_m, n, x.shape[1], x.dtype, *spec.about)

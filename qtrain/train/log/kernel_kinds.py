@@ -23,7 +23,7 @@ _RULES = (
     # nvjet names the dtypes of A, B and the output: q is e4m3, r e5m2, t bf16, h fp16, s fp32.
     ("GEMM fp8", r"nvjet_(sm\d+_)?[qro]{2}|gemm.*e[45]m[23]|e[45]m[23].*gemm|GemmUniversal.*e[45]m[23]|_scaled_mm"),
     ("GEMM int8", r"gemm_s8|gemm.*i8i?\d*|i8i8|imma|_int_mm|int8_mm"),
-    ("GEMM int4", r"int4_mm|gemm_s4"),
+    ("GEMM int4", r"int4_mm|_int4_cores_kernel|gemm_s4"),
     ("GEMM fp32", r"gemm_f32|sgemm|tf32|nvjet_(sm\d+_)?s{2}"),
     (
         "GEMM bf16",

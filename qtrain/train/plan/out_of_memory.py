@@ -1,10 +1,16 @@
 """The message of a run that has no memory left: what was planned, what was taken, and settings that take less."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 from qtrain.comm.ranks import rank, world
 from qtrain.core.errors import Restart, TrainingStopped
+from qtrain.core.hardware import peak_memory
 from qtrain.core.process import can_restart
+from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.plan.memory_advice import memory_advice
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.settings import TrainSettings
@@ -43,3 +49,22 @@ def out_of_memory(
         return TrainingStopped(message + " Every setting that saves memory is at its limit: take a smaller --model.")
     lines += ["Change one of these, in this order:", *(f"  {n}. {line}" for n, line in enumerate(advice, 1))]
     return TrainingStopped("\n".join(lines))
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(
+    plan: Plan,
+    settings: TrainSettings,
+    device: torch.device,
+    step: Callable[[], int] = lambda: 0,
+    checkpoint: Callable[[], Path | None] = lambda: None,
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside into TrainingStopped: the plan, the peak, and which flags to change.
+
+    step: the step that is running. checkpoint: the newest, from which --fit auto goes on."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(step(), plan, settings, peak_memory(device), checkpoint()) from None

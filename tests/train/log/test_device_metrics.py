@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import llm_pretrain
-import qtrain.train.loop as loop
+import qtrain.train.records as records
 from qtrain.train.log import energy
 from qtrain.train.log.device_metrics import device_metrics, joules_of_all
 from qtrain.train.log.metrics import IMAGES, TOKENS, Rate, read_metrics
@@ -51,7 +51,7 @@ def test_power_is_the_mean_where_it_is_known_and_else_that_of_now():
 def test_a_run_logs_its_device(tmp_path, monkeypatch):
     """From the first step on; joules once enough time has been counted. The slow counter is read now and then only."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "GpuSensors", Sensors)
+    monkeypatch.setattr(records, "GpuSensors", Sensors)
     monkeypatch.setattr(energy, "ENERGY_SECONDS", 0.0)
     write_model(Path("tiny.json"))
     write_jsonl(Path("jsonl"))
