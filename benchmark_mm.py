@@ -39,7 +39,7 @@ def benchmark(settings: BenchmarkSettings) -> None:
     from qtrain.bench.tables import about_run, check_json, check_png, write_json, write_png
     from qtrain.bench.timing import watching_clocks
     from qtrain.core.checks import user_path
-    from qtrain.core.hardware import describe_hardware
+    from qtrain.core.hardware.device import describe_hardware
     from qtrain.train.settings.machine import choose_device
 
     # ---- tables: whatever can be refused is refused here -------------------------------------------------------------

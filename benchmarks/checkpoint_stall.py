@@ -23,7 +23,7 @@ from qtrain.bench.tables import Cell, Table
 from qtrain.bench.train_step import random_batch
 from qtrain.comm.ranks import all_gather, from_rank_0, leave_world, rank
 from qtrain.core.config import JsonDict, as_dict, parse
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture

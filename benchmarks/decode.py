@@ -21,7 +21,7 @@ from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.core.checks import user_path
 from qtrain.core.config import parse
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Decoder, Decoding, Generation, build_model, read_model_source
 from qtrain.models.generation.fused_step import FusedStep, runs_fused

@@ -34,7 +34,7 @@ from qtrain.commands.export import tokenizer_of
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.data.eval_windows import eval_batches

@@ -27,7 +27,7 @@ from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.train_step import random_batch
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.data.eval_windows import eval_batches

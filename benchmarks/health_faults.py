@@ -25,7 +25,7 @@ import torch
 from benchmarks import faults
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.config import parse
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.pairs.results import with_error
 from qtrain.train.settings.settings import Count

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.config import parse
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.models.adapters.lora import merge_format

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.settings.machine import choose_device

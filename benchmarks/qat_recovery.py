@@ -26,7 +26,7 @@ from benchmarks.merge_recovery import SHAPE, Text, loss_of, python_text, rounded
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.core.checks import Range
 from qtrain.core.config import parse
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Decoder, Distillation, DistillOptions, ModelSource, build_model
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears

@@ -15,8 +15,10 @@ from unittest.mock import patch
 
 import torch
 
-from qtrain.core import hardware
-from qtrain.core.hardware import DATASHEET, Hardware
+from qtrain.core.hardware import capabilities
+from qtrain.core.hardware.capabilities import FP8_CAPABILITY, MX_CAPABILITY, WGMMA_CAPABILITY
+from qtrain.core.hardware.datasheets import DATASHEET
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import SCHEMES
 from qtrain.quant.gemm_table import emulates_grouped
 from qtrain.quant.scheme import LowBitScheme, Scheme
@@ -33,7 +35,7 @@ GPUS = {
     100: ("B200", "GB200"),
     120: ("RTX 5090", "RTX PRO 6000"),
 }
-"""Compute capabilities that kernels are compiled for, and the products of `core/hardware.py`'s datasheets."""
+"""Compute capabilities that kernels are compiled for, and the products of `core/hardware/datasheets.py`."""
 SIZE = 4096
 """In- and out-features of the linear that is asked about: a multiple of every block."""
 
@@ -41,7 +43,7 @@ SIZE = 4096
 @contextmanager
 def pretended(capability: int) -> Iterator[torch.device]:
     """A GPU of this compute capability, as far as schemes ask."""
-    found = patch.object(hardware, "compute_capability", lambda device: divmod(capability, 10))
+    found = patch.object(capabilities, "compute_capability", lambda device: divmod(capability, 10))
     with found, patch.object(torch.cuda, "get_device_name", lambda device: f"sm_{capability}"):
         yield torch.device("cuda")
 
@@ -102,9 +104,9 @@ def gpus_table() -> str:
     for arch, names in GPUS.items():
         capability = divmod(arch, 10)
         arithmetics = ["bf16", "INT8"]
-        arithmetics += ["FP8"] * (capability >= hardware.FP8_CAPABILITY)
-        arithmetics += ["MXFP8"] * (capability >= hardware.MX_CAPABILITY)
-        kernels = "Triton; Gluon with wgmma for block scales" if capability == hardware.WGMMA_CAPABILITY else "Triton"
+        arithmetics += ["FP8"] * (capability >= FP8_CAPABILITY)
+        arithmetics += ["MXFP8"] * (capability >= MX_CAPABILITY)
+        kernels = "Triton; Gluon with wgmma for block scales" if capability == WGMMA_CAPABILITY else "Triton"
         lines.append(f"| sm_{arch} | {', '.join(names)} | {', '.join(arithmetics)} | {kernels} |")
     return "\n".join([*lines, "| CPU | | | PyTorch: the definition of each kernel |"]) + "\n"
 

@@ -162,14 +162,14 @@ import qtrain.train.assembly.assemble, qtrain.train.assembly.prepare, qtrain.tra
 import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language
 import qtrain.train.eval.lm_eval, qtrain.train.eval.vision
 import huggingface_hub.file_download, huggingface_hub.serialization, tokenizers, torch._dynamo  # else within a run
-from qtrain.core import hardware
+from qtrain.core.hardware import device
 from qtrain.core.config import versions
 from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
 from qtrain.train.loop import Training
 
 torch.set_num_threads(1)
-hardware._measured_peaks = lambda device: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
+device.measured_peaks = lambda _: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
 MAINS = {m.__name__: m.main for m in (llm_finetune, llm_pretrain, timm_finetune, tokenize_data)}
 listing()  # imports what the registries name
 versions()

@@ -10,8 +10,8 @@ import pytest
 import llm_pretrain
 import timm_finetune
 import tokenize_data
-from qtrain.core import hardware
 from qtrain.core.errors import UserError
+from qtrain.core.hardware import device, memory
 from qtrain.data.images.images import class_names
 from qtrain.models import build_model, export_hf, read_model_source
 from tests.data.corpora import write_jsonl, write_raw
@@ -93,7 +93,7 @@ def memory_lines(**settings) -> tuple[str, str]:
 
 
 def test_a_plan_beyond_the_hosts_memory_warns_in_a_line(monkeypatch):
-    monkeypatch.setattr(hardware, "host_memory", lambda: 23 * 2**30)
+    monkeypatch.setattr(device, "host_memory", lambda: 23 * 2**30)
     memory, warning = memory_lines(model="qwen2.5-7b", train_ds={**TEXT, "tokenizer": "byte"})
     assert " of 23.0 GiB, most at " in memory
     assert warning.strip().startswith("warning: this does not fit; the least that settings of memory reach is ")
@@ -107,9 +107,9 @@ def test_a_plan_beyond_the_hosts_memory_warns_in_a_line(monkeypatch):
 def test_the_hosts_memory_is_that_of_its_cgroup_if_lower(tmp_path, monkeypatch, limit, expected):
     if limit:
         (tmp_path / "limit").write_text(limit)
-    monkeypatch.setattr(hardware, "CGROUP_LIMITS", (str(tmp_path / "limit"),))
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", (str(tmp_path / "limit"),))
     total = next(int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines())
-    assert hardware.host_memory() == pytest.approx(expected or total, rel=0.01)
+    assert memory.host_memory() == pytest.approx(expected or total, rel=0.01)
 
 
 def test_the_plan_counts_epochs_of_token_shards():

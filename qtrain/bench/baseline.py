@@ -22,7 +22,7 @@ from qtrain.bench.train_step import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import parse, versions
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import planned_name, product_of
+from qtrain.core.hardware.datasheets import planned_name, product_of
 from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device

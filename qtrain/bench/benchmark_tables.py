@@ -21,7 +21,7 @@ from qtrain.bench.roofline import SHAPES as ROOFLINE_SHAPES
 from qtrain.bench.roofline import roofline_table
 from qtrain.bench.tables import Table
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import datasheet_hardware, describe_hardware
+from qtrain.core.hardware.device import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.quant import SCHEMES

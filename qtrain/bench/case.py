@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import measure
 from qtrain.core.errors import first_line
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import LowBitScheme, QuantizedModel, Scheme, quantize_linears
 
 Check = Callable[[Any], float]

@@ -30,7 +30,7 @@ from qtrain.comm.wire import all_gather_single, exchange, gather
 from qtrain.core.checks import Range, shown, user_path
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError, first_line
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from qtrain.bench.case import Bench, Case, Check, WrongResultError, check_against, swapped
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY
+from qtrain.core.hardware.capabilities import FP8_CAPABILITY
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.philox import NEAREST

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qtrain.bench.case import UNIT, Bench, Case, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models.native.moe import Experts
 from qtrain.quant import Scheme
 from qtrain.quant.tensor_roles import Gemm

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from qtrain.bench.case import Bench, Case, Check, Row, UnavailableError, WrongResultError, check_product, fill_rates
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Table
-from qtrain.core.hardware import FP8_CAPABILITY
+from qtrain.core.hardware.capabilities import FP8_CAPABILITY
 from qtrain.kernels.grouped.grouped_blockwise_mm import k_grouped_blockwise_mm, m_grouped_blockwise_mm
 from qtrain.kernels.grouped.grouped_mm import k_grouped_mm, m_grouped_mm
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qtrain.bench.case import UNIT, Bench, Case, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import Scheme
 
 SHAPES = {

@@ -28,7 +28,7 @@ from qtrain.bench.matmuls import (
     need_gpu,
     row,
 )
-from qtrain.core.hardware import FP8_CAPABILITY
+from qtrain.core.hardware.capabilities import FP8_CAPABILITY
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm, blockwise_mm_names
 from qtrain.kernels.gemm.float_mm import STEP_K, fp16_mm
 from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtrain.bench.case import Bench, Case, Row, UnavailableError, check_product, fill_rates
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, compute_capability
+from qtrain.core.hardware.capabilities import FP8_CAPABILITY, MX_CAPABILITY, compute_capability
 from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.operators import quantize
 

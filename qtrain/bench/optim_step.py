@@ -21,7 +21,7 @@ from qtrain.bench.timing import copy_bandwidth, measure, watching_clocks
 from qtrain.core.checks import Range
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.kernels.optim import update_launch
 from qtrain.models import read_model_source

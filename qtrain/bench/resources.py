@@ -20,7 +20,7 @@ from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.train_step import CellSettings
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import datasheet_hardware
+from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.core.process import run_script
 from qtrain.models import as_lora
 from qtrain.train.assembly.assemble import trained_part

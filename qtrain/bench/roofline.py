@@ -14,7 +14,7 @@ import torch
 
 from qtrain.bench.case import Bench
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.tensor_roles import Gemm, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat

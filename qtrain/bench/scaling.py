@@ -26,7 +26,7 @@ from qtrain.bench.train_step import ROOT, cell_values, child_environment, run_ap
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import datasheet_hardware, describe_hardware
+from qtrain.core.hardware.device import datasheet_hardware, describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import read_model_source
 from qtrain.train.assembly.language_architecture import LanguageArchitecture

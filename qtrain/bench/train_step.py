@@ -35,7 +35,8 @@ from qtrain.comm.ranks import rank
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import describe_hardware, peak_memory
+from qtrain.core.hardware.device import describe_hardware
+from qtrain.core.hardware.memory import peak_memory
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import add_lora, as_lora, read_model_source

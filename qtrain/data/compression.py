@@ -75,7 +75,7 @@ class _Bounded(_Checked):
     def check(self, data: bytes) -> None:
         self._read += len(data)
         if self._read > MAX_DOCUMENT and self._limit is None:
-            from qtrain.core.hardware import host_memory  # imports torch
+            from qtrain.core.hardware.memory import host_memory  # imports torch
 
             # Decoded, a file takes more memory than its bytes: half of it leaves room for that.
             self._limit = max(MAX_DOCUMENT, (host_memory() or 0) // 2)

@@ -14,7 +14,7 @@ from both (`quantize/softmax_grad.py`).
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx
+from qtrain.core.hardware.capabilities import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.softmax import IGNORED, LOG2_E, exp_less
 

@@ -31,7 +31,7 @@ from qtrain.bench.tables import check_json, write_json
 from qtrain.core.checks import check_fields, user_path
 from qtrain.core.config import JsonDict, as_dict, parse, read_recipe
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.eval_windows import eval_sets
 from qtrain.pairs.pages import write_pages

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import lacks_fp8
+from qtrain.core.hardware.capabilities import lacks_fp8
 from qtrain.core.registry import Registry
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.philox import NEAREST, ROUNDED_TENSORS, Rounding

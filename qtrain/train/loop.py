@@ -10,7 +10,7 @@ from typing import Any
 from qtrain.comm.ranks import all_gather, from_rank_0, note_step, rank
 from qtrain.comm.wire import sent
 from qtrain.core.errors import TrainingStopped
-from qtrain.core.hardware import keep_freed_memory
+from qtrain.core.hardware.memory import keep_freed_memory
 from qtrain.core.process import STARTED
 from qtrain.data.batch import TensorBatch
 from qtrain.optim import LRSchedule

@@ -14,7 +14,7 @@ from qtrain.comm.ranks import from_rank_0, rank
 from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.gpu_sensors import GpuSensors
-from qtrain.core.hardware import peak_memory
+from qtrain.core.hardware.memory import peak_memory
 from qtrain.data.stream import SKIPPED
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.quant.scheme_map import spec_text

@@ -6,7 +6,7 @@ import torch
 from qtrain.bench import conv2d
 from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.conv2d import COLUMNS, GEMMS, LAYERS, coded_case, conv2d_table, layer_case, network, plain_case
-from qtrain.core.hardware import describe_hardware
+from qtrain.core.hardware.device import describe_hardware
 
 CPU = torch.device("cpu")
 PROBLEMS = {p.name.split()[1]: p for p in network(CPU)}

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.experts import SHAPES, ExpertsProblem, ExpertsShape, experts_case, experts_table, roofline_ms
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import SCHEMES
 
 CPU = torch.device("cpu")

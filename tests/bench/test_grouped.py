@@ -6,7 +6,7 @@ import torch
 from qtrain.bench import grouped as module
 from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.grouped import GROUPED_ROWS, ROLES, GroupedProblem, grouped_table
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 
 CPU = torch.device("cpu")
 TABLE = Hardware("a device", {"bf16": 2.0}, None, measured=False)

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.linears import LinearProblem, linear_case, linear_table
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.quant import SCHEMES
 from qtrain.quant.schemes.auto import Auto
 

@@ -8,7 +8,7 @@ from qtrain.bench.case import Bench, WrongResultError, check_product, implementa
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.tables import Cell
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.kernels.autotune import forced
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 from qtrain.bench import quantizers
 from qtrain.bench.case import Bench, WrongResultError
 from qtrain.bench.quantizers import QUANTIZER_ROWS, QUANTIZERS, check_quantized, quantizer_case, quantizer_table
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 
 import benchmark_mm
 from qtrain.bench.roofline import BANDWIDTH_REACHED, GEMM_REACHED, linear_roofline
-from qtrain.core.hardware import datasheet_hardware
+from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.quant import SCHEMES
 from tests.system import call
 

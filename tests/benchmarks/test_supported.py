@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks.supported import GPUS, PAGE, TABLES, pretended, rendered
-from qtrain.core.hardware import DATASHEET, has_fp8, has_mx, has_wgmma
+from qtrain.core.hardware.capabilities import has_fp8, has_mx, has_wgmma
+from qtrain.core.hardware.datasheets import DATASHEET
 from qtrain.quant import SCHEMES
 from tests.kernels.test_compile import ARCHITECTURES
 

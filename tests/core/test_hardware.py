@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qtrain.core import hardware
-from qtrain.core.hardware import DATASHEET, describe_hardware, keep_freed_memory
+from qtrain.core.hardware import device, rates
+from qtrain.core.hardware.datasheets import DATASHEET
+from qtrain.core.hardware.device import describe_hardware
+from qtrain.core.hardware.memory import allocatable_memory, keep_freed_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -34,7 +36,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, monkeypatch):
     properties = SimpleNamespace(name=name, total_memory=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(hardware, "_measured_peaks", lambda device: {"bf16": 1.0})
+    monkeypatch.setattr(device, "measured_peaks", lambda _: {"bf16": 1.0})
     found = describe_hardware(GPU)
     assert found.measured == (product is None) and found.name == name
     assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product].peaks)
@@ -46,15 +48,15 @@ def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, mon
 def test_the_software_of_a_device_that_is_here(module, tmp_path, monkeypatch):
     """Of a GPU its free memory, driver and CUDA too; nothing fails where the driver does not tell its version."""
     (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {module}\nGCC version: gcc 13.2.0\n")
-    monkeypatch.setattr(hardware, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
-    found = hardware.describe_software(GPU)
+    found = device.describe_software(GPU)
     assert found.startswith(
         f"7.0 of 80.0 GiB free, driver 570.133.20, CUDA {torch.version.cuda}, torch {torch.__version__}"
     )
-    monkeypatch.setattr(hardware, "DRIVER", tmp_path / "none")
-    assert "driver" not in hardware.describe_software(GPU)
-    assert hardware.describe_software(CPU).startswith(f"torch {torch.__version__}")
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
+    assert "driver" not in device.describe_software(GPU)
+    assert device.describe_software(CPU).startswith(f"torch {torch.__version__}")
 
 
 def test_what_the_allocator_can_still_give_out(monkeypatch):
@@ -70,7 +72,7 @@ def test_what_the_allocator_can_still_give_out(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert hardware.allocatable_memory(GPU) == 5 + 20 + 7
+    assert allocatable_memory(GPU) == 5 + 20 + 7
 
 
 class BusyMachine:
@@ -96,20 +98,20 @@ def threads():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_cpus_peaks_are_those_of_its_undisturbed_moments(count, threads, monkeypatch):
-    hardware._cpu_peaks.cache_clear()
+    rates._cpu_peaks.cache_clear()
     threads(count)
     BusyMachine(monkeypatch)
     try:
         peaks = describe_hardware(CPU).peaks
     finally:
-        hardware._cpu_peaks.cache_clear()
+        rates._cpu_peaks.cache_clear()
     assert peaks == {name: pytest.approx(count * 0.1) for name in ("fp32", "bf16", "int8")}
     assert torch.get_num_threads() == count
 
 
 def test_a_process_measures_its_cpu_once_and_in_half_a_second(threads):
     threads(1)
-    hardware._cpu_peaks.cache_clear()
+    rates._cpu_peaks.cache_clear()
     started = time.perf_counter()
     first = describe_hardware(CPU)
     assert time.perf_counter() - started < 1.5 and all(rate > 0 for rate in first.peaks.values())

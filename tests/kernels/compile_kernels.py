@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from qtrain.core import hardware
+from qtrain.core.hardware import capabilities
 from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
@@ -72,7 +72,7 @@ from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
 from qtrain.tensors.stored_weight import StoredWeight
 
 ARCHITECTURES = {
-    arch: hardware.SHARED_MEMORY.get(divmod(arch, 10), hardware.LEAST_SHARED_MEMORY)
+    arch: capabilities.SHARED_MEMORY.get(divmod(arch, 10), capabilities.LEAST_SHARED_MEMORY)
     for arch in (80, 86, 89, 90, 100, 120)
 }
 """Targets, and the bytes of shared memory that a CTA can have there."""
@@ -257,7 +257,7 @@ def norms() -> Iterator[Case]:
 
 
 def gemms() -> Iterator[Case]:
-    has_fp8 = hardware.has_fp8(torch.device("cpu"))
+    has_fp8 = capabilities.has_fp8(torch.device("cpu"))
     dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if has_fp8 else [])]  # as in `scaled_mm_names`
     names = list(scaled_mm.TILINGS)
     for number, (name, a, b) in enumerate((name, *pair) for name in names for pair in dtypes):
@@ -290,7 +290,7 @@ def gemms() -> Iterator[Case]:
         yield False, lambda t=t, x=x, s=scale: int4_mm.launch_int4_mm(x, x, (s, s), BF16, t)
     yield True, lambda: int4_mm.launch_unpack_halves(zeros(64, 512, dtype=torch.uint8))
     # Small tiles are multiplied by `mma` everywhere; larger ones where there are INT4 cores.
-    cores = list(int4_cores.CORES.values()) if hardware.has_int4(torch.device("cpu")) else []
+    cores = list(int4_cores.CORES.values()) if capabilities.has_int4(torch.device("cpu")) else []
     for t, x in product((Tiling(32, 64, 64, 2, 3), *cores), (zeros(640, 512, dtype=torch.uint8),)):
         yield False, lambda t=t, x=x: int4_cores.launch_int4_cores_mm(x, x, None, torch.int32, t)
         yield False, lambda t=t, x=x, s=scale: int4_cores.launch_int4_cores_mm(x, x, (s, s), BF16, t)
@@ -305,7 +305,7 @@ def gemms() -> Iterator[Case]:
                         blockwise_mm.launch_blockwise_mm(x, y, *s, *blocks, zeros(512, 512), t, zeros(512))
                     ),
                 )
-    if hardware.has_wgmma(torch.device("cuda")):
+    if capabilities.has_wgmma(torch.device("cuda")):
         yield from wgmmas()
     yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
 
@@ -354,7 +354,7 @@ def grouped() -> Iterator[Case]:
             )
     yield True, lambda: launch_absmax(zeros(512, 144, dtype=FP32), columns=True, groups=GROUPED)
 
-    has_fp8 = hardware.has_fp8(torch.device("cpu"))
+    has_fp8 = capabilities.has_fp8(torch.device("cpu"))
     dtypes = [INT8, *([E4M3] if has_fp8 else []), BF16]
     for dtype in dtypes:
         module = grouped_plain_mm if dtype is BF16 else grouped_mm
@@ -426,7 +426,7 @@ def convolutions() -> Iterator[Case]:
     """3x3 with padding and a stride of 2; both of an input's passes have more than one tap."""
     shape = ConvShape(32, 128, 64, 14, 7, 3, 2, 1, 1, 14, 7, 3, 2, 1, 1)
     passes = (shape.height.forward(), shape.width.forward())
-    dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if hardware.has_fp8(torch.device("cpu")) else [])]
+    dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if capabilities.has_fp8(torch.device("cpu")) else [])]
     for number, (t, (a, b)) in enumerate((t, pair) for t in gather_mm.TILINGS.values() for pair in dtypes):
         scale = zeros(32 if number % 2 else 1, dtype=FP32)
         yield number < 2, lambda t=t, a=a, b=b, s=scale, i=number: gather_mm.launch_gather_mm(
@@ -516,7 +516,7 @@ def decode() -> Iterator[Case]:
         for fmt, granularity in (
             ("int8", "rowwise"), ("e4m3", "128x128"), ("e4m3", "1x32"), ("int4", "1x32"), ("ternary", "tensorwise")
         )
-        if fmt != "e4m3" or hardware.has_fp8(torch.device("cpu"))
+        if fmt != "e4m3" or capabilities.has_fp8(torch.device("cpu"))
     )]  # fmt: skip
     for weight in weights:
         for swiglu in (False, True):
@@ -543,7 +543,7 @@ def decode() -> Iterator[Case]:
 
 
 def adapters() -> Iterator[Case]:
-    for dtype in (INT8, *((E4M3, E5M2) if hardware.has_fp8(torch.device("cpu")) else ())):
+    for dtype in (INT8, *((E4M3, E5M2) if capabilities.has_fp8(torch.device("cpu")) else ())):
         for rank, scale in ((16, zeros(512, dtype=FP32)), (80, zeros(1, dtype=FP32))):
             codes, left, right = zeros(512, 2048, dtype=dtype), zeros(512, rank), zeros(rank, 2048).t()
             some = rank == 16 and dtype is INT8
@@ -621,7 +621,7 @@ def compile_for(arch: int, chosen: Callable[[int | None], bool], *, once: bool =
 
     driver.set_active(_Driver(arch))
     JITFunction.__getitem__ = compile_instead
-    hardware.compute_capability = lambda device: divmod(arch, 10)
+    capabilities.compute_capability = lambda device: divmod(arch, 10)
     encoding.cache_clear()
     numbers = count()
     for sampled, call in (case for group in GROUPS for case in group()):

@@ -15,7 +15,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - it follows the skip
 
-from qtrain.core.hardware import has_fp8  # noqa: E402
+from qtrain.core.hardware.capabilities import has_fp8  # noqa: E402
 
 E4M3_MAX = 448.0
 TILES = (16, 32, 64, 128)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import qtrain
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import has_fp8
+from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.quant import SCHEMES, LowBitLinear, choose_linears, describe_choices, quantize_linears, reassign
 from qtrain.quant.conv2d import LowBitConv2d
 from qtrain.quant.health.probe import high_precision

@@ -12,7 +12,7 @@ multiplied: patches are never in memory. Channels are contiguous in both operand
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_fp8
+from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.conv.geometry import ConvShape, Taps, gather_patches, kernel_taps

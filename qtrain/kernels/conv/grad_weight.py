@@ -13,7 +13,7 @@ slices are added in a fixed order. An INT8 slice is no longer than an exact int3
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_fp8, sm_count
+from qtrain.core.hardware.capabilities import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.conv.geometry import ConvShape, gather_patches

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_dependent_launch, shared_memory, sm_count
+from qtrain.core.hardware.capabilities import has_dependent_launch, shared_memory, sm_count
 from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_dependent_launch, has_fp8, has_ptx
+from qtrain.core.hardware.capabilities import has_dependent_launch, has_fp8, has_ptx
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.decode.dependent_launch import prefetch_rows
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtrain.core.hardware import has_dependent_launch
+from qtrain.core.hardware.capabilities import has_dependent_launch
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.decode.dependent_launch import start_next, wait_for_previous

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.arrivals import arrival_counters, arrives_last
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.decode.dependent_launch import start_next, wait_for_previous

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_wgmma, sm_count
+from qtrain.core.hardware.capabilities import has_wgmma, sm_count
 from qtrain.kernels.compiler import gl, gluon, hopper
 from qtrain.kernels.gemm.wgmma_schedule import FIRST_BARRIER, count_tiles, find_tile, named_barrier, next_stage
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.arrivals import RESULTS, arrival_counters, arrives_last
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_int4, has_ptx, sm_count
+from qtrain.core.hardware.capabilities import has_int4, has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import TensorDescriptor, operator, tl, triton
 from qtrain.kernels.gemm.int4_cores import CORES, launch_int4_cores_mm

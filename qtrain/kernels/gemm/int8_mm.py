@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.core.hardware import product_rate
+from qtrain.core.hardware.rates import product_rate
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.persistent import Tiling, by_name, launch_persistent_mm

@@ -13,7 +13,7 @@ passes: `scaled_mm`, to whose output cuBLAS adds the product in place.
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_fp8
+from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_fp8, sm_count
+from qtrain.core.hardware.capabilities import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref

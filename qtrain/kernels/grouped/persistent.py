@@ -16,7 +16,7 @@ more than a tile in the end.
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.compiler import TensorDescriptor, tl, triton
 from qtrain.kernels.gemm.persistent import Tiling, imprecise, scale_and_store, scales_rows, tile_of
 from qtrain.kernels.gemm.scaled_mm import SPAN

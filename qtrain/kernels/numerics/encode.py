@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qtrain.core.hardware import has_fp8, has_ptx
+from qtrain.core.hardware.capabilities import has_fp8, has_ptx
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.formats import FORMATS, Format
 

@@ -9,7 +9,7 @@ are both wanted, bf16 is processed two numbers at a time, in half the instructio
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx
+from qtrain.core.hardware.capabilities import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,

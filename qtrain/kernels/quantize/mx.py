@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.core.hardware import has_mx
+from qtrain.core.hardware.capabilities import has_mx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.encode import abs_bits, encode, encoding, zero_nonfinite
 from qtrain.kernels.numerics.formats import FORMATS, MX_GROUP, dequantize_mx

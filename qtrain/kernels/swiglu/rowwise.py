@@ -8,7 +8,7 @@ itself (`backward.py`): y is never read, and nothing of it but its codes is writ
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,

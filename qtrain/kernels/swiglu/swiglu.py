@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtrain.core.hardware import has_ptx
+from qtrain.core.hardware.capabilities import has_ptx
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.silu import sum_of_pairs, swiglu_f32, swiglu_grad_f32
 from qtrain.kernels.quantize.keep_8bit import keep_8bit, restore_8bit

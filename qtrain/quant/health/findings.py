@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import one_thread
+from qtrain.core.hardware.rates import one_thread
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant.choices import LinearChoice, decide

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import lacks_fp8
+from qtrain.core.hardware.capabilities import lacks_fp8
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat

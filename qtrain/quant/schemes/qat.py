@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import lacks_fp8
+from qtrain.core.hardware.capabilities import lacks_fp8
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.quant.schemes.nvfp4 import NVFP4

@@ -9,7 +9,7 @@ from torch import nn
 
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.quant import LinearChoice, Scheme

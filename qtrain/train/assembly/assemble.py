@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qtrain.core.hardware import limit_allocator
+from qtrain.core.hardware.memory import limit_allocator
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters

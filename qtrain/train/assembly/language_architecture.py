@@ -8,7 +8,7 @@ from torch import nn
 
 from qtrain.core.checks import refuse_empty
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.models import (
     Distillation,

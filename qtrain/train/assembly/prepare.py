@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtrain.comm.ranks import from_rank_0, launched_world
-from qtrain.core.hardware import Hardware, with_measured_host_link
+from qtrain.core.hardware.device import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
 from qtrain.quant import LinearChoice, choose_linears, describe_choices

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models import (
     VisionCost,
     build_vision_model,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from qtrain.comm.ranks import all_gather, from_rank_0
 from qtrain.comm.wire import sent
 from qtrain.core.errors import first_line
-from qtrain.core.hardware import allocatable_memory
+from qtrain.core.hardware.memory import allocatable_memory
 from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.sharding.data_parallel import DataParallel

@@ -15,7 +15,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import host_memory
+from qtrain.core.hardware.memory import host_memory
 from qtrain.models.native.loss import chunk_rows
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.plan.checked_settings import CheckedSettings

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.memory import Peak
 from qtrain.models.cost.parameters import count_parameters, flops_per_token, forward_again, layer_linears, linear_key

@@ -8,7 +8,7 @@ import torch
 
 from qtrain.comm.ranks import rank, world
 from qtrain.core.errors import Restart, TrainingStopped
-from qtrain.core.hardware import peak_memory
+from qtrain.core.hardware.memory import peak_memory
 from qtrain.core.process import can_restart
 from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.plan.memory_advice import memory_advice

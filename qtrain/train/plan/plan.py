@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models.cost.memory import Peak
 from qtrain.parallel.mesh import Mesh

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from qtrain.core.hardware import Hardware, datasheet_hardware
+from qtrain.core.hardware.device import Hardware, datasheet_hardware
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm

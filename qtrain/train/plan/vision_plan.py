@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.models.cost.memory import Peak
 from qtrain.optim import ParameterShape, parameter_groups

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.models.cost.memory import Peak
 from qtrain.parallel.mesh import Mesh, planned_mesh
 from qtrain.train.log.metrics import SampleUnit

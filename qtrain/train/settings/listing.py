@@ -40,7 +40,7 @@ def listing(vision: bool = False) -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    from qtrain.core.hardware import DATASHEET, planned_gpus
+    from qtrain.core.hardware.datasheets import DATASHEET, planned_gpus
 
     gpus = ((name, product, DATASHEET[product]) for name, product in planned_gpus().items())
     return [(name, f"{product}, {gpu.memory_gib} GiB, {gpu.link} in a machine") for name, product, gpu in gpus]

@@ -15,14 +15,8 @@ import torch
 
 from qtrain.comm.ranks import launched_world, local_rank
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import (
-    DATASHEET,
-    Hardware,
-    datasheet_hardware,
-    describe_hardware,
-    describe_software,
-    product_of,
-)
+from qtrain.core.hardware.datasheets import DATASHEET, product_of
+from qtrain.core.hardware.device import Hardware, datasheet_hardware, describe_hardware, describe_software
 from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.quant.scheme_map import spec_of, spec_text

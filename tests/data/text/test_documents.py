@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qtrain.core import hardware
 from qtrain.core.errors import UserError
+from qtrain.core.hardware import memory
 from qtrain.data import compression
 from qtrain.data.files import TextFile, text_files
 from qtrain.data.hub_rows import RowSource
@@ -226,7 +226,7 @@ def test_a_line_that_is_too_long_is_named(ending, tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_held_in_memory_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "MAX_DOCUMENT", 5000)
     monkeypatch.setattr(compression, "MAX_DOCUMENT", 5000)
-    monkeypatch.setattr(hardware, "host_memory", lambda: 12_000)
+    monkeypatch.setattr(memory, "host_memory", lambda: 12_000)
     path = tmp_path / name
     path.write_bytes(compress(b"text\n" + b"b\n" * 5000, path.suffix))
     most = "5,000" if ".txt" in name or ".py" in name else "6,000"

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.core.hardware import has_fp8
+from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.gather_mm import conv_grad_input, conv_output, launch_gather_mm

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.core.hardware import has_wgmma
+from qtrain.core.hardware.capabilities import has_wgmma
 from qtrain.kernels.gemm.blockwise_mm import TILINGS, launch_blockwise_mm, tilings_for
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS
 from qtrain.kernels.numerics.formats import empty_scale

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import has_int4
+from qtrain.core.hardware.capabilities import has_int4
 from qtrain.kernels.gemm.int4_cores import CORES, INT4_MMA, INT8_MMA, launch_int4_cores_mm, with_int4_mma
 from qtrain.kernels.gemm.int4_mm import (
     FUSED,

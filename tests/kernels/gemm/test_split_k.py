@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware import sm_count
+from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.gemm import scaled_mm as module
 from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm, scaled_mm_names, scaled_mm_ref

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.core.hardware import has_mx
+from qtrain.core.hardware.capabilities import has_mx
 from qtrain.kernels.numerics.formats import dequantize_mx
 from qtrain.kernels.quantize.mx import launch_quantize_mx, mx_mm, quantize_mx, quantize_mx_ref, tiled_scale
 from tests.cases import KINDS, SHAPES, matrix

@@ -9,7 +9,7 @@ import torch
 
 import llm_pretrain
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import datasheet_hardware
+from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
@@ -190,7 +190,7 @@ def test_a_limit_is_the_memory_of_the_plan_and_at_most_the_devices():
 
 
 def test_memory_limit_holds_where_the_system_does_not_tell_its_memory(monkeypatch):
-    monkeypatch.setattr("qtrain.core.hardware.host_memory", lambda: None)  # as on Windows
+    monkeypatch.setattr("qtrain.core.hardware.device.host_memory", lambda: None)  # as on Windows
     limited = planned_hardware(LanguageSettings(device="cpu", memory_limit=2), torch.device("cpu"))
     assert limited.memory_bytes == 2 * GIB
 

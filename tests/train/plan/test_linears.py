@@ -9,7 +9,7 @@ import torch
 import llm_finetune
 import llm_pretrain
 import timm_finetune
-from qtrain.core import hardware
+from qtrain.core.hardware.device import describe_hardware
 from qtrain.models import Decoder, ModelConfig, build_model, read_model_source
 from qtrain.quant import LowBitLinear, describe_choices, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
@@ -123,7 +123,7 @@ def test_fp8_on_a_gpu_without_it_is_refused_by_the_plan_as_by_the_code(here, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 24 * 2**30))
-    assert not hardware.describe_hardware(torch.device("cuda", 0)).measured
+    assert not describe_hardware(torch.device("cuda", 0)).measured
     settings = {"device": "cuda", "dry_run": True, "model": "llama-100m"}
     done = call(llm_pretrain.main, argv(**settings, quantize="fp8_rowwise"))
     assert done.code == 2 and f"48 x {name} has no FP8 arithmetic" in done.err and "emulated" not in done.out, done

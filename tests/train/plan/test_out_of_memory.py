@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from qtrain.core.errors import Restart
-from qtrain.core.hardware import Hardware
+from qtrain.core.hardware.device import Hardware
 from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import LanguageSettings, batch_geometry

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware import DATASHEET, Hardware
+from qtrain.core.hardware.datasheets import DATASHEET
+from qtrain.core.hardware.device import Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.trained import TrainedPart

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.core.hardware import datasheet_hardware
+from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.models import Lora, read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.quant.schemes.frozen_base import base_scheme

@@ -244,7 +244,7 @@ def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
 
 
 def test_every_gpu_has_its_links_and_every_link_a_rate():
-    from qtrain.core.hardware import DATASHEET
+    from qtrain.core.hardware.datasheets import DATASHEET
 
     assert {gpu.link for gpu in DATASHEET.values()} <= WIRES.keys()
     assert all(1e8 < wire.bandwidth < wire.line_rate and wire.message_seconds > 0 for wire in WIRES.values())
