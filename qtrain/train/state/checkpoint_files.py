@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,19 @@ class _IndexUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in self.KNOWN:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of qtrain contains")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """A member of an Enum by its name: Python 3.11.0 to 3.11.3 pickle one as `getattr` of these."""
+    if not isinstance(kind, EnumMeta) or not isinstance(name, str) or name not in kind.__members__:
+        raise pickle.UnpicklingError("it looks up an attribute, which no checkpoint of qtrain does")
+    return kind.__members__[name]
 
 
 def read_index(path: Path, files: Mapping[str, Any]) -> Metadata:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from qtrain.core.errors import UserError
 from qtrain.optim import adapted
@@ -173,6 +174,36 @@ def index_that_calls_builtins(path: Path, proof: Path) -> None:
     (path / ".metadata").write_bytes(data)
 
 
+class Lookup:
+    """Unpickled, an attribute of what `of` is."""
+
+    def __init__(self, of: object, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+    def __call__(self):
+        raise AssertionError("pickle asks whether it can be called")
+
+
+class Call:
+    """Unpickled, what a function gives."""
+
+    def __init__(self, function: Lookup, argument: str):
+        self.function, self.argument = function, argument
+
+    def __reduce__(self):
+        return self.function, (self.argument,)
+
+
+def index_that_looks_up_attributes(path: Path, proof: Path) -> None:
+    """From a class that an index may name to `os.system`, which the class's module has imported."""
+    names = Lookup(Lookup(Metadata, "__init__"), "__globals__")
+    command = Call(Lookup(Call(Lookup(names, "get"), "os"), "system"), f"touch {proof}")
+    (path / ".metadata").write_bytes(pickle.dumps(command))
+
+
 def entry_that_is_no_tensor(path: Path, proof: Path) -> None:
     """DCP loads such entries by torch.load(weights_only=False)."""
     for name in (".metadata", "__0_0.distcp"):
@@ -200,7 +231,14 @@ def file_outside(path: Path, proof: Path) -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [index_with_bomb, index_that_calls_builtins, entry_that_is_no_tensor, shard_that_is_no_tensor, file_outside],
+    [
+        index_with_bomb,
+        index_that_calls_builtins,
+        index_that_looks_up_attributes,
+        entry_that_is_no_tensor,
+        shard_that_is_no_tensor,
+        file_outside,
+    ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_hostile_checkpoint_is_refused_and_runs_nothing(copy, tmp_path, attack):
@@ -212,12 +250,24 @@ def test_a_hostile_checkpoint_is_refused_and_runs_nothing(copy, tmp_path, attack
     assert not proof.exists(), raised.value
 
 
-def test_the_attacks_are_real(copy, tmp_path):
+@pytest.mark.parametrize("attack", [index_with_bomb, index_that_looks_up_attributes])
+def test_the_attacks_are_real(copy, tmp_path, attack):
     """Otherwise the test above would prove nothing: read with plain pickle, the index runs its command."""
     proof = tmp_path / "ran"
-    index_with_bomb(copy, proof)
+    attack(copy, proof)
     pickle.loads((copy / ".metadata").read_bytes())
     assert proof.exists()
+
+
+def test_an_index_of_python_3_11_2_is_read(copy, monkeypatch):
+    """It pickles a member of an Enum by its name, as a lookup of an attribute."""
+    index = pickle.loads((copy / ".metadata").read_bytes())
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    (copy / ".metadata").write_bytes(pickle.dumps(index))
+    assert b"getattr" in (copy / ".metadata").read_bytes()
+    remark(copy)
+    load_new(copy)
 
 
 def test_unknown_dtypes_in_meta_are_not_looked_up_as_code(copy):
