@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, EnumMeta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _member(kind: Any, name: Any) -> Enum:
     """A member of an Enum by its name: Python 3.11.0 to 3.11.3 pickle one as `getattr` of these."""
-    if not isinstance(kind, EnumMeta) or not isinstance(name, str) or name not in kind.__members__:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)) or name not in kind.__members__:
         raise pickle.UnpicklingError("it looks up an attribute, which no checkpoint of qtrain does")
     return kind.__members__[name]
 
