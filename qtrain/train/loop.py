@@ -88,7 +88,6 @@ class Training:
         if settings.optimizer_in_backward:
             assert graphs is None, "hooks do not run in the replay of a captured backward pass"
             self.in_backward = OptimizerInBackward(run.optimizer, run.parallel)
-        self.first_step = state.step
         resumed = run.folder.resumed_from is not None
         self.records = Records(run, plan, start, unmeasured=2 if graphs is None else WARM_UP + 2)
         self.saves = Saves(run, self.records.throughput, self._move)
@@ -284,7 +283,7 @@ class Training:
         except Exception:
             # A file that cannot be read must not lose the steps since the last checkpoint. With several ranks, those
             # whose data were readable would not take part in saving.
-            if self.run.state.step > self.first_step and self.plan.geometry.devices == 1:
+            if self.run.state.step > self.records.first_step and self.plan.geometry.devices == 1:
                 self.saves.save(wait=True)
             raise
 

@@ -36,7 +36,8 @@ class Records:
 
     def __init__(self, run: Run, plan: Plan, start: StartClock, unmeasured: int):
         self._run, self._plan, self._start, self._unmeasured = run, plan, start, unmeasured
-        self._first_step = run.state.step
+        self.first_step = run.state.step
+        """The step that this process began at: that of the checkpoint it resumed from, or 0."""
         # Steps after the checkpoint that the run resumes from are logged again. Other ranks have the null device.
         resumed = run.folder.resumed_from is not None and rank() == 0
         self._metrics = MetricsLog(self._path, run.state.step if resumed else None)
@@ -117,7 +118,7 @@ class Records:
     def tell_start(self) -> None:
         """After a step: of the first one where the time until then went, and what it sent to other processes; of the
         last one that compiles or records when it was over."""
-        done = self._run.state.step - self._first_step
+        done = self._run.state.step - self.first_step
         if done == 1:
             if self._start.end():
                 log.info("start   %s", self._start.describe())

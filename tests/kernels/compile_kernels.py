@@ -291,7 +291,8 @@ def gemms() -> Iterator[Case]:
     yield True, lambda: int4_mm.launch_unpack_halves(zeros(64, 512, dtype=torch.uint8))
     # Small tiles are multiplied by `mma` everywhere; larger ones where there are INT4 cores.
     cores = list(int4_cores.CORES.values()) if capabilities.has_int4(torch.device("cpu")) else []
-    for t, x in product((Tiling(32, 64, 64, 2, 3), *cores), (zeros(640, 512, dtype=torch.uint8),)):
+    x, scale = zeros(640, 512, dtype=torch.uint8), zeros(640, dtype=FP32)
+    for t in (Tiling(32, 64, 64, 2, 3), *cores):
         yield False, lambda t=t, x=x: int4_cores.launch_int4_cores_mm(x, x, None, torch.int32, t)
         yield False, lambda t=t, x=x, s=scale: int4_cores.launch_int4_cores_mm(x, x, (s, s), BF16, t)
     for number, t in enumerate(blockwise_mm.TILINGS.values()):
