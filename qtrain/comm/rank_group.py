@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.comm.wire import all_gather_single, exchange, gather, sent
-from qtrain.kernels.elementwise import add_in_order
+from qtrain.kernels.elementwise import sum_in_order
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Process groups by name: custom ops take no objects."""
@@ -167,8 +167,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 def _exchanged_sum(flat: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """flat [ranks * n] of every rank -> [n], this rank's part of their sum."""
     own = len(flat) // ranks
-    received = exchange(flat, [own] * ranks, own, _GROUPS[group], kind)
-    return add_in_order(received[0].to(torch.float32, copy=True), received[1:]).to(flat.dtype)
+    return sum_in_order(exchange(flat, [own] * ranks, own, _GROUPS[group], kind))
 
 
 def _bytes(x: Tensor) -> Tensor:

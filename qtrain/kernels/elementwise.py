@@ -1,14 +1,15 @@
 """Elementwise operations in one pass over memory that PyTorch does in several.
 
     add_in_order   total += terms[0]; total += terms[1]; ...   fp32, one read and one write of the total
+    sum_in_order   terms[0] + terms[1] + ...                   fp32, rounded once to the terms' dtype
     scaled         x * factor, the factor on the device        fp32, rounded once; one read and one write
 
-`add_in_order` fixes the order of additions, so the sum has the same bits wherever the terms were computed. `scaled`
+The first two fix the order of additions, so a sum has the same bits wherever its terms were computed. `scaled`
 multiplies in fp32: PyTorch rounds an fp32 scalar to bf16 before it multiplies bf16; done exactly it takes three passes
 and a copy in fp32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +54,43 @@ def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
     else:
         add_in_order_ref(total, terms)
     return total
+
+
+def sum_in_order_ref(terms: Tensor | Sequence[Tensor]) -> Tensor:
+    """terms [R, L] of any float dtype -> their sum [L] in that dtype, added in fp32 row by row and rounded once."""
+    total = terms[0].float().clone()  # float() alone may be the row itself
+    add_in_order_ref(total, terms[1:])
+    return total.to(terms[0].dtype)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _sum_in_order_kernel(out_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # out [length], terms [ROWS, length], of one float dtype.
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    total = tl.load(terms_ptr + at, inside).to(tl.float32)
+    for row in tl.static_range(1, ROWS):
+        total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def launch_sum_in_order(terms: Tensor) -> Tensor:
+    """The kernel for `sum_in_order_ref`; contiguous, at most 64 rows."""
+    out = torch.empty_like(terms[0])
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), BLOCK),)
+        _sum_in_order_kernel[grid](out, terms, out.numel(), ROWS=len(terms), BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+def sum_in_order(terms: Tensor | Sequence[Tensor]) -> Tensor:
+    """terms, [R, L] or R tensors of [L], of one float dtype -> their sum [L], added in fp32 one after the other and
+    rounded once. Of one term the term itself."""
+    if len(terms) == 1:
+        return terms[0]
+    if isinstance(terms, Tensor) and terms.is_cuda and terms.is_contiguous() and len(terms) <= 64:
+        return launch_sum_in_order(terms)
+    return sum_in_order_ref(terms)
 
 
 def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -175,8 +175,10 @@ class LowBitLinear(nn.Module):
         return self.weight_amax.bits if self.weight_amax is not None and self.weight_amax.known else None
 
     def receive_codes(self, codes: QuantizedTensor) -> None:
-        """Take the weight's codes in the scheme's `wire_format`."""
-        self.weight_codes.update(operands_of_codes(self.scheme, codes, self.in_features), self.weight._version)
+        """Take the weight's codes in the scheme's `wire_format`, as those of `output` alone where there is a second
+        layout: see `WeightCodes.derive_second_layout`."""
+        operands = operands_of_codes(self.scheme, codes, self.in_features, second_layout=False)
+        self.weight_codes.update(operands, self.weight._version)
 
     def keep_codes_only(self) -> None:
         """Free the weight's memory. The parameter keeps its shape and receives the gradient; `refresh` then needs the

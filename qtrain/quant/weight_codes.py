@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
-from qtrain.kernels.gemm.persistent import transpose_8bit
+from qtrain.kernels.gemm.persistent import transpose_8bit_into
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES, unpack
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
@@ -66,9 +66,16 @@ class WeightCodes(nn.Module):
         """Copy new codes into the buffers."""
         for name, tensor in zip(self._names, flatten_operands(operands)[0], strict=True):
             buffer = getattr(self, name)
-            if buffer is not None and buffer is not tensor:  # codes may be in place, or those of a stored weight
+            # Codes may be in place, or those of a stored weight.
+            if buffer is not None and tensor is not None and buffer is not tensor:
                 buffer.copy_(tensor)
         self.version = version
+
+    def derive_second_layout(self) -> None:
+        """Have the codes that `grad_input` reads follow from those of `output`, under a scheme with a `wire_format`."""
+        rows, columns = self.operands()
+        if isinstance(rows, QuantizedTensor) and isinstance(columns, QuantizedTensor) and columns.format.sum_dim != 0:
+            transpose_second_layout(columns, rows)
 
 
 # ---- what a declaration says of a weight's codes ---------------------------------------------------------------------
@@ -143,8 +150,11 @@ def has_two_layouts(scheme: Scheme) -> bool:
 # ---- computing them --------------------------------------------------------------------------------------------------
 
 
-def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features: int) -> Operands:
-    """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns."""
+def operands_of_codes(
+    scheme: LowBitScheme, codes: QuantizedTensor, in_features: int, *, second_layout: bool = True
+) -> Operands:
+    """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns. Without the
+    second layout None stands for codes that are not those of the first."""
     if scheme.packed_weight is not None:  # as int8: INT8 tensor cores multiply codes that are not packed
         unpacked = unpack(codes.codes, codes.format.fmt, in_features)
         codes = QuantizedTensor(unpacked, codes.scale, OperandFormat("int8", "tensorwise"))
@@ -153,9 +163,19 @@ def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features:
         return Operands(codes, None)
     if columns is not None and columns.sum_dim == 0:
         return Operands(codes, codes.summed_over_rows())
-    # One for the tensor, or one a block [N / 128, K / 128]
+    if not second_layout:
+        return Operands(codes, None)
     scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
-    return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
+    columns = codes._replace(codes=codes.codes.new_empty(codes.codes.shape[::-1]), scale=torch.empty_like(scale))
+    transpose_second_layout(columns, codes)
+    return Operands(codes, columns)
+
+
+def transpose_second_layout(columns: QuantizedTensor, rows: QuantizedTensor) -> None:
+    """Codes and scales of `grad_input`'s operand from those of `output`'s, written into its tensors."""
+    transpose_8bit_into(columns.codes, rows.codes)
+    # One for the tensor, or one a block [N / 128, K / 128].
+    columns.scale.copy_(rows.scale if rows.scale.ndim == 1 else rows.scale.t())
 
 
 class WeightRequest(NamedTuple):
@@ -212,10 +232,13 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
         for request, fmt in zip(requests, formats, strict=True)
     ]
     found = []
-    for (scheme, w, key, groups, _), fmt, statistic in zip(
-        requests, formats, reduce_all(statistics, reduce), strict=True
-    ):
+    for request, fmt, statistic in zip(requests, formats, reduce_all(statistics, reduce), strict=True):
+        scheme, w, key, groups, reuse = request
         assert not isinstance(w, StoredWeight)  # its scales are per row or per 128 of one: none spans processes
+        if reuse is not None and scales_by_amax(scheme) and len({*scheme.formats_of("w")}) == 1:
+            # Both layouts, written in place by one kernel.
+            found.append(quantize_weight(request._replace(reuse=reuse._replace(amax=statistic.view(torch.int32)))))
+            continue
         scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)  # the whole weight's, on every process
         if (wire := wire_format(scheme)) is not None:
             codes = quantize_rows(w, wire, NEAREST, False, scale, center_of_statistic(statistic, fmt))

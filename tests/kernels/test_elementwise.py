@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from qtrain.kernels.elementwise import BLOCK, add_in_order, add_in_order_ref, launch_add_in_order, launch_scaled, scaled
+from qtrain.kernels.elementwise import (
+    BLOCK,
+    add_in_order,
+    add_in_order_ref,
+    launch_add_in_order,
+    launch_scaled,
+    launch_sum_in_order,
+    scaled,
+    sum_in_order,
+    sum_in_order_ref,
+)
 
 
 def check_kernel(device: str, dtype: torch.dtype) -> None:
@@ -18,10 +28,12 @@ def check_kernel(device: str, dtype: torch.dtype) -> None:
         found = total.to(device)
         launch_add_in_order(found, terms.to(device))
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        found = launch_sum_in_order(terms.to(device))
+        torch.testing.assert_close(found.cpu(), sum_in_order_ref(terms), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpreter
-def test_add_in_order_kernel_in_the_interpreter():
+def test_kernels_in_the_interpreter():
     check_kernel("cpu", torch.float32)
 
 
@@ -38,6 +50,18 @@ def test_the_order_is_that_of_the_rows():
         total = torch.ones(1)
         add_in_order(total, rows)
         assert total.item() == expected
+        assert sum_in_order([torch.ones(1), *rows]).item() == expected
+
+
+def test_a_sum_is_rounded_once():
+    """1 + 2^-8 is 1 in bf16, as often as it is added there."""
+    terms = torch.tensor([1.0, *[2.0**-8] * 4], dtype=torch.bfloat16)[:, None]
+    before = terms.clone()
+    for form in (terms, list(terms)):
+        found = sum_in_order(form)
+        assert found.dtype == torch.bfloat16 and found.item() == 1 + 2.0**-6
+    single = torch.ones(1, 3)
+    assert sum_in_order(single).data_ptr() == single.data_ptr() and torch.equal(terms, before)
 
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -228,9 +228,10 @@ def _transpose_8bit_kernel(x_ptr, out_ptr, rows, columns, stride, BLOCK: tl.cons
     tl.store(out_ptr + column[:, None] * rows + row[None, :], tile.T, inside.T)
 
 
-def launch_transpose_8bit(x: Tensor) -> Tensor:
-    """The kernel for `transpose_8bit_ref`; rows of x are contiguous."""
-    (rows, columns), out = x.shape, torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
+def launch_transpose_8bit(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The kernel for `transpose_8bit_ref`; rows of x are contiguous. out: memory for the result, contiguous."""
+    rows, columns = x.shape
+    out = torch.empty(columns, rows, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel():
         grid = (triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK))
         bits = x.view(torch.uint8)
@@ -247,6 +248,14 @@ def transpose_8bit(x: Tensor, after: Tensor | None = None) -> Tensor:
     if not x.is_cuda or x.t().is_contiguous():  # the latter is a plain copy
         return transpose_8bit_ref(x)
     return launch_transpose_8bit(x.contiguous())
+
+
+def transpose_8bit_into(out: Tensor, x: Tensor) -> None:
+    """`transpose_8bit` of x [R, C] into out [C, R], both contiguous. Not for compiled code."""
+    if x.is_cuda:
+        launch_transpose_8bit(x, out)
+    else:
+        out.copy_(x.t())
 
 
 TMA_BYTES = 16

@@ -21,7 +21,13 @@ from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
-from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
+from qtrain.kernels.quantize.reference import (
+    group_scale_ref,
+    quantize_ref,
+    quantize_transposed_ref,
+    scale_from_amax_ref,
+    scale_ref,
+)
 from qtrain.kernels.quantize.rowwise import (
     LONGEST_ROW,
     launch_rowwise,
@@ -206,14 +212,18 @@ def quantize_dual_into(
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` in one format and granularity, with the results in `out` where a kernel can write there: a copy
-    of the codes would cost as much as their quantization. amax: that of x as fp32 bits in int32 [1], if it is known,
-    which saves a tensorwise scale its pass over x. Not for compiled code."""
+    of the codes would cost as much as their quantization. amax: what a tensorwise scale follows from, as fp32 bits in
+    int32 [1]: that of x, if it is known, or of the tensor of which x is a part. Not for compiled code."""
     # The kernel writes words: into slices it could not, and results of another kernel would have to be copied.
     contiguous = all(t.is_contiguous() for t in (x, out[0], out[2]))
     if not (contiguous and _kernel_takes(x, rounding) and supports_dual_bf16x2(x, fmt, granularity)):
+        scale = None
+        if amax is not None:
+            scale = scale_from_amax_ref(amax.view(torch.float32), fmt, granularity, x.shape, power_of_two)
         return quantize_dual(
-            x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
-        )
+            x, fmt, granularity, granularity, *rounding, power_of_two, scale, group_of_block=group_of_block,
+            groups=groups,
+        )  # fmt: skip
     # Its columns' scales go to memory of their own, and are copied.
     column_groups = block_groups(x.shape[0], group_of_block, groups, granularity)
     return launch_dual_bf16x2(

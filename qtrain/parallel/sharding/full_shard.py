@@ -41,27 +41,31 @@ def decoder_units(decoder: Decoder) -> list[Unit]:
 
 
 class ShardedBlock:
-    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them.
-    receivers: the tensors whose `.grad` receives the unit's gradients."""
+    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them,
+    or with False those that the forward pass reads. receivers: the tensors whose `.grad` receives the unit's
+    gradients."""
 
-    def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None], receivers: Sequence[Tensor]):
+    def __init__(
+        self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[bool], None], receivers: Sequence[Tensor]
+    ):
         self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
         self._tensors, self._gather = tuple(tensors), gather
         # Several tensors may share one.
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
-        self.gathered = True
+        self.gathered, self.whole = True, True
+        """Whether the tensors have memory, and whether those that the backward pass alone reads are filled too."""
         self.ready: torch.Event | None = None
         """What a stream must wait for before it reads the tensors."""
 
-    def gather(self) -> None:
-        """Allocate and fill the tensors."""
+    def gather(self, whole: bool = True) -> None:
+        """Allocate and fill the tensors; not whole: without what the backward pass alone reads."""
         for storage, size in self._storages:
             storage.resize_(size)  # the tensors stay the objects that autograd and compiled code hold
         # What autograd has saved of the forward pass is the same again in the backward pass, not "modified in place".
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._tensors):
-            self._gather()
-        self.gathered = True
+            self._gather(whole)
+        self.gathered, self.whole = True, whole
 
     def free(self) -> None:
         """Free the tensors' memory. A kernel that reads them may still be queued on the current stream."""
@@ -106,8 +110,8 @@ class FullShard:
     # ---- passes of a block -------------------------------------------------------------------------------------------
 
     def _run(self, index: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._need(index)
-        self._prefetch(index + 1)
+        self._need(index, self._read_at_once(index))
+        self._prefetch(index + 1, self._read_at_once(index + 1))
         if args and _trains(args[0]):
             # On the input: when its gradient arrives, those of the block's parameters are complete.
             args = (_AtBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
@@ -128,6 +132,11 @@ class FullShard:
         if index and self._blocks[index - 1].backward_reads:
             self._prefetch(index - 1)
 
+    def _read_at_once(self, index: int) -> bool:
+        """Whether the backward pass reads what block `index` gathers for its forward pass: that of the last one comes
+        next, and a loss computes the gradients of its head in the forward pass."""
+        return index >= self._last_read or not self._blocks[index].backward_reads
+
     def _after_backward(self, index: int) -> None:
         block = self._blocks[index]
         block.free()
@@ -146,26 +155,26 @@ class FullShard:
 
     # ---- memory and streams ------------------------------------------------------------------------------------------
 
-    def _need(self, index: int) -> None:
+    def _need(self, index: int, whole: bool = True) -> None:
         """Have block `index` gathered before anything that is launched from now on."""
         block = self._blocks[index]
-        if not block.gathered:
-            self._launch(block)
+        if not block.gathered or (whole and not block.whole):
+            self._launch(block, whole)
         if block.ready is not None:
             torch.cuda.current_stream().wait_event(block.ready)
 
-    def _prefetch(self, index: int) -> None:
+    def _prefetch(self, index: int, whole: bool = True) -> None:
         if self._stream is not None and 0 <= index < len(self._blocks) and not self._blocks[index].gathered:
-            self._launch(self._blocks[index])
+            self._launch(self._blocks[index], whole)
 
-    def _launch(self, block: ShardedBlock) -> None:
+    def _launch(self, block: ShardedBlock, whole: bool) -> None:
         if self._stream is None:
-            block.gather()
+            block.gather(whole)
             return
         # Memory that was freed on the current stream is reused here: wait for the kernels that read it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            block.gather()
+            block.gather(whole)
             block.ready = self._stream.record_event()
 
     def _wait_for_reduction(self) -> None:

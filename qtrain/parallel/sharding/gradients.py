@@ -33,7 +33,7 @@ from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.core.host_memory import PIECE_BYTES, host_memory_for
 from qtrain.core.maybe_none import MaybeNone
-from qtrain.kernels.elementwise import add_in_order
+from qtrain.kernels.elementwise import add_in_order, sum_in_order
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.parallel.sharding.shards import Sharded, by_mesh
@@ -83,7 +83,7 @@ class GradientReduction:
                 self._add(bucket, received, first)
             else:
                 # Rank 0's term first: the order of a process alone.
-                bucket.give(add_in_order(received[0].float(), received[1:]))
+                bucket.give(sum_in_order(received))
 
     def _add(self, bucket: "_Bucket", received: Tensor | list[Tensor], first: bool) -> None:
         """received: terms [n] of this rank's part alone, for its sum."""
@@ -183,8 +183,7 @@ class _Bucket:
         for stage in first:
             received = self._send(stage, message, terms, key)
             # Inside a machine first, over NVLink; of its sum one rank alone sends each part to the other machines.
-            message = add_in_order(received[0].float(), received[1:])
-            message = message.to(self.dtype) if self._wire is None else message
+            message = sum_in_order(received)  # fp32 where the wire has codes
         return self._send(last, message, terms, key)
 
     def _send(self, stage: _Stage, message: Tensor, terms: int, key: tuple[int, int, int]) -> Tensor | list[Tensor]:

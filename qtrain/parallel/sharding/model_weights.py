@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
-from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, share_codes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
@@ -69,7 +69,9 @@ class ModelWeights:
         shared = shared_weights(model)
         sharded = [self._sharded_block(unit, shared) for unit in units]
         # Codes before the blocks are freed: the first forward pass gathers them.
-        update_codes([weight for weight in self._codes if weight.keeps])
+        kept = [weight for weight in self._codes if weight.keeps]
+        share_codes(kept)
+        update_codes(kept)
         device = next(model.parameters()).device
         # On one process what is done with gradients need not be in the order of the gathers, as collectives must.
         self.full_shard = FullShard(sharded, device, self._reduce, reduces_apart=mesh.shard == 1)
@@ -153,7 +155,7 @@ class ModelWeights:
         update_codes(as_codes)
         known = {id(weight.linear) for weight in as_codes}  # whose codes have come from all ranks
         missing = {id(linear.weight) for linear in outside if linear.codes_only and id(linear) not in known}
-        self._gather_masters((s for s in self._parameters if id(s.parameter) in missing), self._receive)
+        gather_weights(self._gathered(s) for s in self._parameters if id(s.parameter) in missing)
 
     def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
@@ -178,8 +180,13 @@ class ModelWeights:
         masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
 
-        def gather() -> None:
-            gather_weights([*codes.values()], "codes")
+        def gather(whole: bool) -> None:
+            gather_weights([weight for weight in codes.values() if weight.memory is None], "codes")
+            for weight in codes.values():
+                if weight.memory is not None:
+                    weight.read()
+                if whole:
+                    weight.linear.weight_codes.derive_second_layout()
             gather_weights(masters)
 
         return ShardedBlock(
@@ -189,8 +196,7 @@ class ModelWeights:
     def _gathered(self, sharded: Sharded) -> GatheredMaster:
         linear = self._linear_of.get(id(sharded.parameter))
         whole = linear is None or not linear.codes_only
-        # From host memory to where it is read, without a copy between.
-        return GatheredMaster(sharded, self._receive, in_place=whole and sharded.mesh.shard == 1)
+        return GatheredMaster(sharded, self._receive, in_place=whole)  # to where it is read, without a copy between
 
     @property
     def kept_codes(self) -> list[Tensor]:
@@ -211,7 +217,7 @@ class ModelWeights:
         changed = [s for s in self._parameters if id(s.parameter) not in as_codes]
         # The version counter tells stale codes. It does not see what is written through `.data`, or gathered later.
         torch.autograd.graph.increment_version([s.parameter for s in changed])
-        self._gather_masters((s for s in changed if id(s.parameter) not in self._in_blocks), self._receive)
+        gather_weights(self._gathered(s) for s in changed if id(s.parameter) not in self._in_blocks)
         for sharded in changed:
             linear = self._linear_of.get(id(sharded.parameter))
             if linear is not None and linear.gathered:

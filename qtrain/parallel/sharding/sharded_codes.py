@@ -9,25 +9,31 @@ however its rows are sharded.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qtrain.comm.peer_memory import PeerMemory, peer_memory
 from qtrain.comm.rank_group import RankGroup
+from qtrain.comm.wire import sent
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.reference import amax_ref
 from qtrain.parallel.layers.exchange import reduce_statistics
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharding.shards import Sharded, by_mesh, local_tensors
-from qtrain.parallel.sharding.weights import gather_weights
+from qtrain.parallel.sharding.shards import Sharded, as_bytes, by_mesh, local_tensors
+from qtrain.parallel.sharding.weights import gather_weights, is_even
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantizers import quantize_rows
 from qtrain.quant.scales import center_of_statistic, is_mean, scale_of_statistic, tensor_statistic
 from qtrain.quant.weight_codes import wire_format
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
+
+START_BYTES = 256
+"""What a weight's codes start at a multiple of, in memory that they share."""
 
 
 @dataclass
@@ -43,6 +49,10 @@ class ShardedCodes:
     """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
     which recorded steps read."""
     _kept: list[Tensor] | MaybeNone = None
+    memory: PeerMemory | None = None
+    """Where every rank keeps its codes for the others to read; None: they are sent."""
+    _of_ranks: list[Tensor] | MaybeNone = None
+    """There, of every shard rank, the bytes of its codes."""
 
     @cached_property
     def _format(self) -> OperandFormat | MaybeNone:
@@ -111,7 +121,7 @@ class ShardedCodes:
     def empty(self) -> list[Tensor]:
         shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
         codes = self.linear.weight_codes.output_codes
-        if self.keeps and codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
+        if codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
             return [codes]
         return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
 
@@ -120,8 +130,27 @@ class ShardedCodes:
 
     def update(self) -> None:
         """Keep this rank's codes under the new scale."""
-        self._kept = _replace_values(self._kept, self._codes())
+        codes = self._codes()
+        if self._kept is None and self.memory is not None:  # the pieces, one after the other
+            own = self._of_ranks[self.sharded.mesh.shard_rank].split([as_bytes(piece).numel() for piece in codes])
+            self._kept = [memory.view(c.dtype).view(c.shape).copy_(c) for memory, c in zip(own, codes, strict=True)]
+        else:
+            self._kept = _replace_values(self._kept, codes)
         self.linear.mark_fresh()
+
+    def share(self, memory: PeerMemory, start: int) -> None:
+        """Keep this rank's codes where the others read them, from byte `start` on."""
+        self.memory, self._of_ranks = memory, memory.of_ranks(start, start + self.bytes() // self.sharded.mesh.shard)
+
+    def read(self) -> None:
+        """Give the linear the codes that all ranks share."""
+        (whole,) = self.empty()
+        parts, me = as_bytes(whole).chunk(len(self._of_ranks)), self.sharded.mesh.shard_rank
+        # Each rank begins with its own: no two read from the same one at a time.
+        for rank in (*range(me, len(parts)), *range(me)):
+            parts[rank].copy_(self._of_ranks[rank])
+        sent["codes"] += (len(parts) - 1) * len(parts[0])
+        self.receive([whole])
 
     def _codes(self) -> list[Tensor]:
         return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
@@ -133,7 +162,8 @@ class ShardedCodes:
 
     def receive(self, tensors: list[Tensor]) -> None:
         self.linear.receive_codes(QuantizedTensor(tensors[0], self.scale, self._format))
-        if not self.keeps:
+        if not self.keeps:  # codes that are kept come again, with the second layout where a backward pass reads it
+            self.linear.weight_codes.derive_second_layout()
             self.scale = None
 
     def bytes(self) -> int:
@@ -160,6 +190,21 @@ def update_codes(weights: Sequence[ShardedCodes]) -> None:
     for weight in weights:
         if weight.keeps:
             weight.update()
+    # Before: all ranks have met to reduce statistics, each after the last pass that read others' codes.
+    for memory in {id(weight.memory): weight.memory for weight in weights if weight.memory is not None}.values():
+        memory.publish()
+
+
+def share_codes(weights: Sequence[ShardedCodes]) -> None:
+    """Have the ranks of a machine keep codes where the others read them. Every rank of the shard group calls it."""
+    for mesh, members in by_mesh(weights, lambda weight: weight.sharded):
+        even = [weight for weight in members if is_even(weight.sharded)]
+        sizes = (-(-weight.bytes() // (mesh.shard * START_BYTES)) * START_BYTES for weight in even)
+        starts = list(accumulate(sizes, initial=0))
+        memory = peer_memory(starts[-1], mesh.shard_group, even[0].linear.weight.device) if even else None
+        if memory is not None:
+            for weight, start in zip(even, starts, strict=False):
+                weight.share(memory, start)
 
 
 def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:

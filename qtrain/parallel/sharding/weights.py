@@ -48,7 +48,7 @@ class GatheredMaster:
 
     def empty(self) -> list[Tensor]:
         tensors = plain_tensors(self.sharded.parameter)
-        if self.in_place:
+        if self.in_place and all(t.is_contiguous() for t in tensors):
             return tensors
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -73,7 +73,7 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
         small = []
         for item in members:
             # Gathered in place into its own memory, which takes equally long rows of all ranks.
-            if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
+            if item.bytes() >= ALONE_BYTES and is_even(item.sharded):
                 _gather_alone(item, mesh, kind)
             else:
                 small.append(item)
@@ -88,7 +88,7 @@ def _copy_from_host(item: Gathered) -> None:
     item.receive(full)
 
 
-def _is_even(sharded: Sharded) -> bool:
+def is_even(sharded: Sharded) -> bool:
     """Whether all ranks hold equally much."""
     return len({high - low for low, high in pairwise(sharded.bounds)}) == 1
 
