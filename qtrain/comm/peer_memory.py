@@ -7,12 +7,14 @@ and a reader waits for nobody: who writes says when (`publish`). PyTorch's symme
 
 import socket
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.core.errors import first_line
+from qtrain.core.hardware.memory import count_outside
 
 
 class PeerMemory:
@@ -24,10 +26,11 @@ class PeerMemory:
         self._group = group
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(own, group)
-        self._ranks, self._own = [], dist.get_rank(group)
-        for rank in range(dist.get_world_size(group)):
-            self._ranks.append(own if rank == self._own else self._handle.get_buffer(rank, (size,), torch.uint8))
+        me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        self._ranks = [own if r == me else self._handle.get_buffer(r, (size,), torch.uint8) for r in ranks]
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        count_outside(device, size)
+        weakref.finalize(own, count_outside, device, -size).atexit = False
 
     def of_ranks(self, start: int, stop: int) -> list[Tensor]:
         """The bytes [start, stop) of every rank."""

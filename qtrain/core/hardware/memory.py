@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -36,9 +37,26 @@ def allocatable_memory(device: torch.device) -> int:
     return max(0, min(free, limit)) + sum(s["total_size"] - s["allocated_size"] for s in own)
 
 
+_tensors_outside = Counter()
+"""Bytes of tensors by GPU that PyTorch's allocator does not know of."""
+
+
+def count_outside(device: torch.device, size: int) -> None:
+    """Count a tensor of `size` bytes that takes memory of a GPU outside of PyTorch's allocator, whose limit is lower by
+    as much from now on; negative: it is free again."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _tensors_outside[index] += size
+    total = torch.cuda.get_device_properties(index).total_memory
+    fraction = torch.cuda.get_per_process_memory_fraction(index) - size / total
+    torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0), index)  # rounded, it may be above 1
+
+
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated tensors on a GPU, resident memory on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    """Peak bytes of this process so far: of tensors on a GPU, resident memory on a CPU."""
+    if device.type != "cuda":
+        return peak_resident_bytes()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.max_memory_allocated(device) + _tensors_outside[index]
 
 
 def host_memory() -> int | None:

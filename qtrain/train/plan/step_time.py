@@ -145,9 +145,9 @@ TENSOR_PARALLEL = 1.134
 """How much longer halves of all layers take than half of the layers' time: smaller GEMMs, sums of partial products:
 docs/results/distributed.json, --tp 2 of the 7B on two H200s, less its wires. Further halves are assumed to cost as much
 again."""
-CONTENTION = 0.57
-"""Seconds that a second of collectives costs the computation that overlaps with it, in multiprocessors and memory
-bandwidth: docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
+CONTENTION = 0.11
+"""Seconds that a second of exchange costs the computation that overlaps with it, in multiprocessors and memory
+bandwidth: docs/distributed.md, full sharding of the 7B, less the above."""
 
 
 def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: float, moe: bool = False) -> tuple[float, str]:

@@ -1,6 +1,7 @@
 """Gathered codes are those of the whole weight, bit for bit, however its rows are divided, at one byte or less."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 
 from qtrain.comm.wire import sent
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
-from qtrain.parallel.sharding.shards import shard_parameters
+from qtrain.parallel.sharding import sharded_codes
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, share_codes, update_codes
+from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
+from qtrain.parallel.sharding.weights import gather_weights
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import wire_format
@@ -107,3 +110,67 @@ def test_bytes_per_weight():
 )
 def test_two_sets_of_codes_are_not_gathered(scheme, options):
     assert wire_format(SCHEMES.make(scheme, options, "--quantize")) is None
+
+
+class _MappedFiles:
+    """`PeerMemory` of processes on a CPU, in files that each of them maps."""
+
+    def __init__(self, folder: Path, size: int):
+        torch.distributed.barrier()
+        self._ranks = [torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8) for r in (0, 1)]
+
+    def of_ranks(self, start: int, stop: int) -> list[torch.Tensor]:
+        return [memory[start:stop] for memory in self._ranks]
+
+    def publish(self) -> None:
+        torch.distributed.barrier()
+
+
+def _read(folder: Path) -> dict[str, tuple]:
+    """Of every case the codes after a first and a second update, and how many weights were read from other ranks."""
+    made = []
+
+    def peer_memory(size: int, group: object, device: torch.device) -> _MappedFiles:
+        own = folder / str(len(made))
+        made.append(own)
+        own.mkdir(exist_ok=True)
+        return _MappedFiles(own, size)
+
+    sharded_codes.peer_memory, mesh, found = peer_memory, make_mesh(1, 2, "cpu"), {}  # in this process, a fork
+    for name in CASES:
+        linears = _linears(name, ODD)
+        sharded = shard_parameters([(str(i), x.weight) for i, x in enumerate(linears)], mesh, lambda p: False)
+        for linear in linears:
+            linear.keep_codes_only()
+        weights = [ShardedCodes(s, linear, keeps=True) for s, linear in zip(sharded, linears, strict=True)]
+        share_codes(weights)
+        digests = []
+        for factor in (0.5, 2):  # then 1 again
+            for weight in weights:
+                for rows in local_tensors(weight.sharded.master):
+                    rows.mul_(factor)
+            update_codes(weights)
+            for linear in linears:
+                for _, buffer in linear.weight_codes.named_buffers():
+                    buffer.zero_()
+            gather_weights([weight for weight in weights if weight.memory is None], "codes")
+            for weight in weights:
+                if weight.memory is not None:
+                    weight.read()
+                weight.linear.weight_codes.derive_second_layout()
+            digests.append(_digests(linears))
+            torch.distributed.barrier()  # as a step does before it updates: nobody reads any more
+        found[name] = *digests, sum(weight.memory is not None for weight in weights)
+    return found
+
+
+def test_codes_that_are_read_from_other_ranks_are_those_of_the_whole_weight(tmp_path):
+    for of_rank in run_ranks(2, _read, tmp_path):
+        for name in CASES:
+            halved = _linears(name, ODD)
+            for linear in halved:
+                linear.weight.data.mul_(0.5)
+                linear.refresh()
+            first, second, shared = of_rank[name]
+            assert (first, second) == (_digests(halved), _digests(_linears(name, ODD))), name
+            assert shared == 3, name  # of (1, 8) one rank has the row, of (260, 257) all: those are sent
