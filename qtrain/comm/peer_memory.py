@@ -30,6 +30,7 @@ class PeerMemory:
         self._ranks = [own if r == me else self._handle.get_buffer(r, (size,), torch.uint8) for r in ranks]
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         count_outside(device, size)
+        # pyrefly: ignore[missing-attribute]  # typeshed's finalize has empty slots
         weakref.finalize(own, count_outside, device, -size).atexit = False
 
     def of_ranks(self, start: int, stop: int) -> list[Tensor]:
