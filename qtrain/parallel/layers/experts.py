@@ -24,7 +24,7 @@ from torch import Tensor
 from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows, group_rows_of
-from qtrain.kernels.quantize.gather_rows import gather_rows
+from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex, gather_rows
 from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
@@ -148,8 +148,9 @@ class ParallelExpertsFunction(torch.autograd.Function):
         every = group.all_gather_no_grad(dout).chunk(len(batches))
         gradients = []
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
-            # [R, C]: weight * dout of a row's token.
-            dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
+            # [R, C]: weight * dout of a row's token; not in memory where codes alone are read, under scales of its own.
+            factors = weights_of_rows(batch.weights, batch.groups)
+            dy = GatheredRows(tokens, RowIndex(batch.groups.token_of_row, factors))
             batch_saved = mlp._replace(operands=saved[i * each : (i + 1) * each])
             gradients.append(mlp_backward(batch_saved, dy, ctx.needs, router_dots=ctx.needs_input_grad[1]))
         dx = dweights = dup = ddown = None
