@@ -10,7 +10,7 @@ import torch
 from qtrain.core.hardware import device, rates
 from qtrain.core.hardware.datasheets import DATASHEET
 from qtrain.core.hardware.device import describe_hardware
-from qtrain.core.hardware.memory import allocatable_memory, keep_freed_memory
+from qtrain.core.hardware.memory import allocatable_memory, count_outside, keep_freed_memory, peak_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -138,3 +138,15 @@ def test_both_thresholds_are_set(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
     keep_freed_memory()
     assert set(asked) == {-1, -3} and all(2**30 <= value < 2**31 for value in asked.values())
+
+
+@pytest.mark.gpu
+def test_tensors_outside_of_the_allocator_count_and_lower_its_limit():
+    device = torch.device("cuda")
+    before, limit = peak_memory(device), torch.cuda.get_per_process_memory_fraction()
+    size = torch.cuda.get_device_properties(0).total_memory // 4
+    count_outside(device, size)
+    assert peak_memory(device) == before + size
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(limit - 0.25, abs=1e-6)
+    count_outside(device, -size)
+    assert peak_memory(device) == before and torch.cuda.get_per_process_memory_fraction() == pytest.approx(limit)

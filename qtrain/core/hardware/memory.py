@@ -48,7 +48,7 @@ def count_outside(device: torch.device, size: int) -> None:
     _tensors_outside[index] += size
     total = torch.cuda.get_device_properties(index).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(index) - size / total
-    torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0), index)  # rounded, it may be above 1
+    torch.cuda.set_per_process_memory_fraction(min(max(fraction, 0.0), 1.0), index)  # rounded, it may be above 1
 
 
 def peak_memory(device: torch.device) -> int:
