@@ -28,22 +28,23 @@ def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
 
 
 @triton.jit(do_not_specialize=["length"])
-def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # total fp32 [length], in place; terms [ROWS, length] of any float dtype.
+def _add_in_order_kernel(total_ptr, terms_ptr, length, NEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # total [length], terms [ROWS, length], of any float dtypes. NEW: 1 where the total begins with the first row.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     # Each CTA adds its elements alone, row by row: the order of additions is that of the rows.
-    total = tl.load(total_ptr + at, inside)
-    for row in tl.static_range(ROWS):  # unrolled: all loads are in flight before the first sum
+    total = tl.load((terms_ptr if NEW else total_ptr) + at, inside).to(tl.float32)
+    for row in tl.static_range(NEW, ROWS):  # unrolled: all loads are in flight before the first sum
         total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
-    tl.store(total_ptr + at, total, inside)
+    tl.store(total_ptr + at, total.to(total_ptr.dtype.element_ty), inside)
 
 
-def launch_add_in_order(total: Tensor, terms: Tensor) -> None:
-    """The kernel for `add_in_order_ref`; both contiguous, at most 64 rows."""
+def launch_add_in_order(total: Tensor, terms: Tensor, *, new: bool = False) -> None:
+    """The kernel for `add_in_order_ref`, or with `new` for `sum_in_order_ref`, into total; both contiguous, at most 64
+    rows."""
     if total.numel():
         grid = (triton.cdiv(total.numel(), BLOCK),)
-        _add_in_order_kernel[grid](total, terms, total.numel(), ROWS=len(terms), BLOCK=BLOCK, num_warps=8)
+        _add_in_order_kernel[grid](total, terms, total.numel(), int(new), len(terms), BLOCK, num_warps=8)
 
 
 def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
@@ -58,29 +59,9 @@ def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
 
 def sum_in_order_ref(terms: Tensor | Sequence[Tensor]) -> Tensor:
     """terms [R, L] of any float dtype -> their sum [L] in that dtype, added in fp32 row by row and rounded once."""
-    total = terms[0].float().clone()  # float() alone may be the row itself
+    total = terms[0].to(torch.float32, copy=True)
     add_in_order_ref(total, terms[1:])
     return total.to(terms[0].dtype)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _sum_in_order_kernel(out_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # out [length], terms [ROWS, length], of one float dtype.
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < length
-    total = tl.load(terms_ptr + at, inside).to(tl.float32)
-    for row in tl.static_range(1, ROWS):
-        total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), inside)
-
-
-def launch_sum_in_order(terms: Tensor) -> Tensor:
-    """The kernel for `sum_in_order_ref`; contiguous, at most 64 rows."""
-    out = torch.empty_like(terms[0])
-    if out.numel():
-        grid = (triton.cdiv(out.numel(), BLOCK),)
-        _sum_in_order_kernel[grid](out, terms, out.numel(), ROWS=len(terms), BLOCK=BLOCK, num_warps=8)
-    return out
 
 
 def sum_in_order(terms: Tensor | Sequence[Tensor]) -> Tensor:
@@ -88,9 +69,10 @@ def sum_in_order(terms: Tensor | Sequence[Tensor]) -> Tensor:
     rounded once. Of one term the term itself."""
     if len(terms) == 1:
         return terms[0]
-    if isinstance(terms, Tensor) and terms.is_cuda and terms.is_contiguous() and len(terms) <= 64:
-        return launch_sum_in_order(terms)
-    return sum_in_order_ref(terms)
+    if not (isinstance(terms, Tensor) and terms.is_cuda and terms.is_contiguous() and len(terms) <= 64):
+        return sum_in_order_ref(terms)
+    launch_add_in_order(out := torch.empty_like(terms[0]), terms, new=True)
+    return out
 
 
 def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

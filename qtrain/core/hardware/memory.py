@@ -32,7 +32,7 @@ def allocatable_memory(device: torch.device) -> int:
     cached. The pools of CUDA graphs do not count."""
     free, total = torch.cuda.mem_get_info(device)
     limit = int(torch.cuda.get_per_process_memory_fraction(device) * total) - torch.cuda.memory_reserved(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     own = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and tuple(s["segment_pool_id"]) == (0, 0)]
     return max(0, min(free, limit)) + sum(s["total_size"] - s["allocated_size"] for s in own)
 
@@ -44,7 +44,7 @@ _tensors_outside = Counter()
 def count_outside(device: torch.device, size: int) -> None:
     """Count a tensor of `size` bytes that takes memory of a GPU outside of PyTorch's allocator, whose limit is lower by
     as much from now on; negative: it is free again."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     _tensors_outside[index] += size
     total = torch.cuda.get_device_properties(index).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(index) - size / total
@@ -55,8 +55,11 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes of this process so far: of tensors on a GPU, resident memory on a CPU."""
     if device.type != "cuda":
         return peak_resident_bytes()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.max_memory_allocated(device) + _tensors_outside[index]
+    return torch.cuda.max_memory_allocated(device) + _tensors_outside[_index(device)]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def host_memory() -> int | None:

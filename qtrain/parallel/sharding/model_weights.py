@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
-from qtrain.parallel.sharding.sharded_codes import ShardedCodes, share_codes, update_codes
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, gather_codes, share_codes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
@@ -181,12 +181,7 @@ class ModelWeights:
         self._in_blocks |= {id(s.parameter) for s in own}
 
         def gather(whole: bool) -> None:
-            gather_weights([weight for weight in codes.values() if weight.memory is None], "codes")
-            for weight in codes.values():
-                if weight.memory is not None:
-                    weight.read()
-                if whole:
-                    weight.linear.weight_codes.derive_second_layout()
+            gather_codes([*codes.values()], whole)
             gather_weights(masters)
 
         return ShardedBlock(

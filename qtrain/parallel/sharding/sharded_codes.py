@@ -6,6 +6,7 @@ binary codes need a SUM in fp64. Then scales are known everywhere, and codes are
 however its rows are sharded.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,17 +131,16 @@ class ShardedCodes:
 
     def update(self) -> None:
         """Keep this rank's codes under the new scale."""
-        codes = self._codes()
-        if self._kept is None and self.memory is not None:  # the pieces, one after the other
-            own = self._of_ranks[self.sharded.mesh.shard_rank].split([as_bytes(piece).numel() for piece in codes])
-            self._kept = [memory.view(c.dtype).view(c.shape).copy_(c) for memory, c in zip(own, codes, strict=True)]
-        else:
-            self._kept = _replace_values(self._kept, codes)
+        self._kept = _replace_values(self._kept, self._codes())
         self.linear.mark_fresh()
 
     def share(self, memory: PeerMemory, start: int) -> None:
         """Keep this rank's codes where the others read them, from byte `start` on."""
-        self.memory, self._of_ranks = memory, memory.of_ranks(start, start + self.bytes() // self.sharded.mesh.shard)
+        mesh, fmt = self.sharded.mesh, self._format.fmt
+        self.memory, self._of_ranks = memory, memory.of_ranks(start, start + self.bytes() // mesh.shard)
+        shapes = [codes_shape(fmt, *rows.shape) for rows, _ in self._pieces()]  # one after the other
+        own = self._of_ranks[mesh.shard_rank].view(FORMATS[fmt].dtype).split([math.prod(shape) for shape in shapes])
+        self._kept = [piece.view(shape) for piece, shape in zip(own, shapes, strict=True)]
 
     def read(self) -> None:
         """Give the linear the codes that all ranks share."""
@@ -191,8 +191,18 @@ def update_codes(weights: Sequence[ShardedCodes]) -> None:
         if weight.keeps:
             weight.update()
     # Before: all ranks have met to reduce statistics, each after the last pass that read others' codes.
-    for memory in {id(weight.memory): weight.memory for weight in weights if weight.memory is not None}.values():
+    for memory in dict.fromkeys(weight.memory for weight in weights if weight.memory is not None):
         memory.publish()
+
+
+def gather_codes(weights: Sequence[ShardedCodes], second_layout: bool) -> None:
+    """Give linears the codes that ranks keep, for `output` alone or in both layouts."""
+    gather_weights([weight for weight in weights if weight.memory is None], "codes")
+    for weight in weights:
+        if weight.memory is not None:
+            weight.read()
+        if second_layout:
+            weight.linear.weight_codes.derive_second_layout()
 
 
 def share_codes(weights: Sequence[ShardedCodes]) -> None:

@@ -10,7 +10,7 @@ import re
 OTHER = "other"
 
 _RULES = (
-    ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem|_in_order_kernel"),
+    ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem|_add_in_order_kernel"),
     # Before GEMMs and copies: attention kernels of cutlass have gemm in their names, and convert what they summed.
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|AttentionKernel|dot_do_o|convert_dq"),
     ("attention", r"_cached_attention_kernel"),

@@ -147,7 +147,8 @@ docs/results/distributed.json, --tp 2 of the 7B on two H200s, less its wires. Fu
 again."""
 CONTENTION = 0.11
 """Seconds that a second of exchange costs the computation that overlaps with it, in multiprocessors and memory
-bandwidth: docs/distributed.md, full sharding of the 7B, less the above."""
+bandwidth: docs/distributed.md, full sharding of the 7B, less the above. There codes are copied within a machine; where
+NCCL gathers, between machines and of weights in bf16, as much is assumed, not measured."""
 
 
 def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: float, moe: bool = False) -> tuple[float, str]:

@@ -10,9 +10,8 @@ from torch import nn
 from qtrain.comm.wire import sent
 from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharding import sharded_codes
-from qtrain.parallel.sharding.sharded_codes import ShardedCodes, share_codes, update_codes
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, gather_codes, share_codes, update_codes
 from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
-from qtrain.parallel.sharding.weights import gather_weights
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import wire_format
@@ -153,11 +152,7 @@ def _read(folder: Path) -> dict[str, tuple]:
             for linear in linears:
                 for _, buffer in linear.weight_codes.named_buffers():
                     buffer.zero_()
-            gather_weights([weight for weight in weights if weight.memory is None], "codes")
-            for weight in weights:
-                if weight.memory is not None:
-                    weight.read()
-                weight.linear.weight_codes.derive_second_layout()
+            gather_codes(weights, second_layout=True)
             digests.append(_digests(linears))
             torch.distributed.barrier()  # as a step does before it updates: nobody reads any more
         found[name] = *digests, sum(weight.memory is not None for weight in weights)
