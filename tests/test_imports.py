@@ -34,7 +34,8 @@ ROOMS = {
 
 INNER = {
     "kernels.compiler": set(),
-    "kernels.autotune": {"kernels.compiler"},
+    "kernels.compile_together": {"kernels.compiler"},
+    "kernels.autotune": {"kernels.compiler", "kernels.compile_together"},
     "kernels.arrivals": {"kernels.compiler"},
     "kernels.numerics": {"kernels.compiler"},
     "kernels.softmax": {"kernels.compiler"},

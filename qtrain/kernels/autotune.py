@@ -16,12 +16,13 @@ import statistics
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.kernels.compile_together import compile_together
 
 Run = Callable[[str], object]
 
@@ -97,9 +98,11 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
 
 def _fastest(names: Sequence[str], run: Run) -> str:
     working, out_of_memory = [], None
+    with without_tuning():  # a choice within a candidate is made when that runs
+        compile_together(partial(run, name) for name in names)
     for name in names:
         try:
-            run(name)  # compiles
+            run(name)
             working.append(name)
         except torch.cuda.OutOfMemoryError as error:  # others may need less
             out_of_memory = error.with_traceback(None)  # whose frames would keep what this one has allocated
