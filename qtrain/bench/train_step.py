@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -276,12 +277,14 @@ def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSetting
     return cells
 
 
-def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+def run_apart(
+    settings: LanguageSettings, warmup_steps: int, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """`time_training` in its own process, or in --gpus of them; if that fails, {"reason": its last line}."""
     cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
     done = subprocess.run(
         [sys.executable, "-m", "qtrain.bench.train_step", WORKER, cell],
-        capture_output=True, text=True, env=child_environment(),
+        capture_output=True, text=True, env={**child_environment(), **(environment or {})},
     )  # fmt: skip
     # Whatever else the child prints, its result is the last line.
     if done.returncode == 0:
