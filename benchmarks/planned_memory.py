@@ -161,22 +161,20 @@ def shown_line(result: dict[str, Any]) -> str:
 
 
 def planned_table(results: dict[str, dict[str, Any]]) -> Table:
-    columns = [f"{what}, {kind}" for what in ("tensors", "taken", "ms") for kind in ("planned", "measured", "off")]
     table = Table(
-        "Training steps beside their plans",
+        "Training steps beside their plans: planned, measured (off)",
         "GiB; milliseconds",
-        [*columns, "tok/s"],
-        ["taken: tensors, what the allocator holds back, and what CUDA takes; off: planned over measured"],
+        ["tensors", "taken", "ms", "tok/s"],
+        ["taken: tensors, what the allocator holds back, and what CUDA takes; off: planned over measured."],
     )
     for name, result in results.items():
         if "reason" in result:
-            table.put(name, columns[0], Cell(reason=result["reason"]))
+            table.put(name, "tensors", Cell(reason=result["reason"]))
             continue
         for what, (planned, measured) in pairs(result).items():
             digits, off = 0 if what == "ms" else 2, planned / measured - 1
-            table.put(name, f"{what}, planned", Cell(planned, text=f"{planned:,.{digits}f}"))
-            table.put(name, f"{what}, measured", Cell(measured, text=f"{measured:,.{digits}f}"))
-            table.put(name, f"{what}, off", Cell(off, text=f"{100 * off:+.1f}%"))
+            text = f"{planned:,.{digits}f}, {measured:,.{digits}f} ({100 * off:+.1f}%)"
+            table.put(name, what, Cell(measured, text=text, details={"planned": planned}))
         table.put(name, "tok/s", Cell(result["tok_s"], text=f"{result['tok_s']:,.0f}", details={"fit": result["fit"]}))
     return table
 

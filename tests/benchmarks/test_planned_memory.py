@@ -20,5 +20,5 @@ def test_table():
     }  # fmt: skip
     text = planned_table({"a": result, "b": {"reason": "out of memory"}}).markdown()
     cells = [cell.strip() for cell in text.splitlines()[4].split("|")]
-    assert cells[2:12] == ["51.00", "50.00", "+2.0%", "54.00", "53.00", "+1.9%", "99", "100", "-1.0%", "20,480"]
+    assert cells[2:6] == ["51.00, 50.00 (+2.0%)", "54.00, 53.00 (+1.9%)", "99, 100 (-1.0%)", "20,480"]
     assert "[1] out of memory" in text
