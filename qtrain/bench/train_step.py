@@ -37,7 +37,7 @@ from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import describe_hardware
-from qtrain.core.hardware.memory import peak_memory
+from qtrain.core.hardware.memory import limit_allocator, peak_memory
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import add_lora, as_lora, read_model_source
@@ -60,15 +60,18 @@ from qtrain.train.step.in_backward import OptimizerInBackward
 from qtrain.train.step.step import apply_gradients, compute_gradients
 
 
-def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+def time_training(settings: LanguageSettings, warmup_steps: int, slack: float | None = None) -> dict[str, Any]:
     """Speed over `settings.n_steps` steps after `warmup_steps`, on random tokens: the median time from the end of a
     step to the end of the next; or {"reason": ...}. Of all processes, if a launcher has started several.
 
-    Keys: tok_s, step_ms, sol, mfu, loss; peak_gib, and build_gib before the first step; on a GPU reserved_gib and
-    outside_gib (`memory_in_use`); of the plan planned_gib, planned_taken_gib, planned_step_ms; fit, the plan's lines.
+    slack: the share by which the run may take more of a GPU's memory than its plan says; None: all of it.
+
+    Keys: tok_s, step_ms, sol, mfu, loss; recorded, whether as CUDA graphs; peak_gib, and build_gib before the first
+    step; on a GPU reserved_gib and outside_gib (`memory_in_use`); of the plan planned_gib, planned_taken_gib,
+    planned_step_ms; fit, the plan's lines.
     """
     try:
-        return _time_training(settings, warmup_steps)
+        return _time_training(settings, warmup_steps, slack)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -77,7 +80,7 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
         return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use{taken}"}
 
 
-def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float | None) -> dict[str, Any]:
     # ---- plan, model, quantize, adapt, optimizer ---------------------------------------------------------------------
     lora = as_lora(settings.lora) if isinstance(settings, CellSettings) and settings.lora is not None else None
     checked = check_settings(settings, "train_step", frozen_base(lora, settings))
@@ -88,6 +91,9 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
     build_peak = peak_memory(device)
+    if slack is not None and device.type == "cuda":
+        most = round((1 + slack) * plan.memory_taken)
+        limit_allocator(device, min(most, plan.hardware.memory_bytes or most))  # the latter is --memory_limit's too
     if lora is not None:
         add_lora(model, lora, settings.seed)
     run = assemble(prepared, model, quantized)
@@ -129,6 +135,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         "tok_s": tok_s,
         "step_ms": 1000 * seconds,
         **plan.efficiency(tok_s),
+        "recorded": graphs is not None and graphs.recorded,
         "peak_gib": peak_memory(device) / GIB,
         "build_gib": build_peak / GIB,
         **{f"{kind}_gib": size / GIB for kind, size in memory_in_use(device).items()},
@@ -229,7 +236,7 @@ def main(argv: list[str]) -> None:
         # With --gpus this process only starts the ranks; they come here again with WORLD_SIZE set.
         check_gpus(settings.gpu_count, settings.device)
         launch(settings.gpu_count)
-        result = time_training(settings, cell["warmup_steps"])
+        result = time_training(settings, cell["warmup_steps"], cell["slack"])
         if rank() == 0:
             print(json.dumps(result))
         return
@@ -278,10 +285,13 @@ def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSetting
 
 
 def run_apart(
-    settings: LanguageSettings, warmup_steps: int, environment: Mapping[str, str] | None = None
+    settings: LanguageSettings,
+    warmup_steps: int,
+    slack: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """`time_training` in its own process, or in --gpus of them; if that fails, {"reason": its last line}."""
-    cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
+    cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps, "slack": slack})
     done = subprocess.run(
         [sys.executable, "-m", "qtrain.bench.train_step", WORKER, cell],
         capture_output=True, text=True, env={**child_environment(), **(environment or {})},

@@ -80,6 +80,11 @@ class StepGraphs:
         self._refused = self._updated = False
         self._assignments = quantized.assignments
 
+    @property
+    def recorded(self) -> bool:
+        """Whether micro-batches are replayed."""
+        return bool(self._micro_steps)
+
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones, or
         within the backward pass to the sums of all ranks."""
