@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from qtrain.bench.tables import Cell, Table
-from qtrain.bench.train_step import random_batch
+from qtrain.bench.training_cell import random_batch
 from qtrain.comm.ranks import all_gather, from_rank_0, leave_world, rank
 from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.hardware.device import describe_hardware

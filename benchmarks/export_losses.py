@@ -29,7 +29,7 @@ from torch import nn
 
 from qtrain.bench.arguments import compared_schemes, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import reason_of
+from qtrain.bench.training_cell import reason_of
 from qtrain.commands.export import tokenizer_of
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import JsonDict, parse

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qtrain.bench.arguments import compared_schemes, split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
-from qtrain.bench.train_step import random_batch
+from qtrain.bench.training_cell import random_batch
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import describe_hardware

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import CellSettings, run_apart
+from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields
 from qtrain.core.config import parse
 from qtrain.core.hardware.device import describe_hardware

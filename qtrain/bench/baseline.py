@@ -18,7 +18,7 @@ import torch
 
 from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_record
-from qtrain.bench.train_step import CellSettings, run_apart
+from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import parse, versions
 from qtrain.core.errors import UserError, unknown_name

@@ -17,7 +17,7 @@ from typing import Any
 
 from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
-from qtrain.bench.train_step import CellSettings
+from qtrain.bench.training_cell import CellSettings
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import datasheet_hardware

@@ -22,7 +22,8 @@ from typing import Annotated, Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import ROOT, cell_values, child_environment, run_apart
+from qtrain.bench.train_step import cell_values
+from qtrain.bench.training_cell import ROOT, child_environment, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError, unknown_name

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.bench.arguments import split_list
-from qtrain.bench.train_step import child_environment
+from qtrain.bench.training_cell import child_environment
 from qtrain.core.checks import read_json
 from qtrain.core.config import source_digest
 from qtrain.pairs.results import RunResult, averaged, digest, shared_recipe, with_error

@@ -6,7 +6,7 @@ import pytest
 
 from qtrain.bench import baseline
 from qtrain.bench.baseline import ROWS, chosen_rows, compare, main, outside, read_baseline
-from qtrain.bench.train_step import CellSettings
+from qtrain.bench.training_cell import CellSettings
 from qtrain.core.checks import check_fields
 from qtrain.core.errors import UserError
 

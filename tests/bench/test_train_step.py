@@ -7,8 +7,9 @@ import subprocess
 import pytest
 import torch
 
-from qtrain.bench import train_step
-from qtrain.bench.train_step import TrainStepSettings, main, run_apart, step_cells, time_training
+from qtrain.bench import train_step, training_cell
+from qtrain.bench.train_step import TrainStepSettings, main, step_cells
+from qtrain.bench.training_cell import run_apart, time_training
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.train.assembly import language_architecture
@@ -65,7 +66,7 @@ def test_the_optimizer_within_the_backward_pass(tiny, monkeypatch):
             finished.append(self)
             return super().finish()
 
-    monkeypatch.setattr(train_step, "OptimizerInBackward", Watched)
+    monkeypatch.setattr(training_cell, "OptimizerInBackward", Watched)
     options = [{"clip_grad_norm": 0}, {"clip_grad_norm": 0, "optimizer_in_backward": True}]
     models = ",".join(f"{tiny}:{json.dumps(o)}" for o in options)
     ordinary, within = (time_training(c, 3) for c in cells(models, "--schemes", "bf16", "--optim", "adamw").values())
@@ -136,7 +137,7 @@ def test_a_process_apart(tiny, monkeypatch):
     (cell,) = cells(tiny, "--schemes", "bf16").values()
     assert run_apart(cell, 1)["tok_s"] > 0
     died = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\n  ...\nRuntimeError: no such kernel\n")
-    monkeypatch.setattr(train_step.subprocess, "run", lambda *args, **kwargs: died)
+    monkeypatch.setattr(training_cell.subprocess, "run", lambda *args, **kwargs: died)
     assert run_apart(cell, 1) == {"reason": "RuntimeError: no such kernel"}
     died.stderr, died.returncode = "", -9
     assert run_apart(cell, 1)["reason"].startswith("SIGKILL")
