@@ -19,6 +19,7 @@ from qtrain.comm.ranks import from_rank_0
 from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.train.settings.settings import TrainSettings
+from qtrain.train.state.restore import rewind
 from qtrain.train.state.run import Run
 
 WINDOW, WARM_UP = 128, 32
@@ -156,7 +157,7 @@ class SpikeGuard:
             return None
         drop_gradients(run)
         try:
-            run.rewind(path)
+            rewind(run, path)
         except UserError as error:
             raise TrainingStopped(f"step {step}: {spike}; --on_spike rewind cannot go back: {error}") from None
         # The steps after it are trained again, and would be in the window twice.

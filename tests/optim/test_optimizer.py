@@ -14,6 +14,7 @@ from qtrain.optim import OPTIMIZERS, Optimizer, adapted, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
 from qtrain.train.state.state_dict import TrainState
@@ -169,7 +170,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name):
     run = saved_run(name, 4)
     expected = train(run, 8)
     resumed = new_run(name, RunFolder(run.folder.path, run.checkpoints.latest()), seed=9)
-    resumed.restore()
+    restore(resumed)
     assert train(resumed, 8) == expected
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), resumed.model.parameters(), strict=True))
 
@@ -182,7 +183,7 @@ def test_another_of_the_family_goes_on_and_says_what_it_converted(first, then, c
     expected = train(run, 16)
     resumed = new_run(then, RunFolder(run.folder.path, run.checkpoints.latest()), seed=9)
     capsys.readouterr()
-    resumed.restore()
+    restore(resumed)
     out = capsys.readouterr().out
     assert (
         out.count("\n") == 2
@@ -197,7 +198,7 @@ def test_states_of_another_kind_are_refused():
     run = saved_run("adamw_8bit", 1)
     resumed = new_run("lion", RunFolder(run.folder.path, run.checkpoints.latest()))
     with pytest.raises(UserError, match="--resume: the checkpoint's optimizer keeps other states"):
-        resumed.restore()
+        restore(resumed)
 
 
 def test_nan_in_a_checkpoint_is_refused_and_nothing_is_written():
@@ -208,7 +209,7 @@ def test_nan_in_a_checkpoint_is_refused_and_nothing_is_written():
     before = {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")}
     resumed = new_run("adamw_8bit", RunFolder(run.folder.path, path))
     with pytest.raises(UserError, match=r"--resume: the optimizer state exp_avg of \S+ holds NaN"):
-        resumed.restore()
+        restore(resumed)
     assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")} == before
     assert read_meta(path)["optim"]["class"] == "AdamWOptimizer"
 

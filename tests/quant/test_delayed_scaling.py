@@ -15,6 +15,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import DelayedScale
 from qtrain.tensors.softmax_gradient import softmax_gradient
 from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
 from qtrain.train.state.state_dict import TrainState
@@ -178,7 +179,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     whole = new_run()
     train(whole, 3)
     resumed = new_run(whole.save())
-    resumed.restore()
+    restore(resumed)
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)
     assert train(resumed, 4) == train(whole, 4)
     assert torch.equal(resumed.quantized.amax.history, whole.quantized.amax.history)

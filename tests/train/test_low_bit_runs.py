@@ -16,6 +16,7 @@ from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.linears import resolve_auto_scheme
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import find_run_folder
 from qtrain.train.state.state_dict import TrainState, model_tensors
@@ -80,7 +81,7 @@ def test_a_resumed_run_continues_bit_for_bit(scheme, options):
         run.save()
         losses = train(run, 3)
     again = new_run(scheme, options, seed=1, resume="auto")
-    again.restore()
+    restore(again)
     assert train(again, 3) == losses
     one, other = model_tensors(run.model), model_tensors(again.model)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -99,9 +100,9 @@ def test_weights_of_another_format_do_not_load():
     with run.opened_folder():
         run.save()
     with pytest.raises(UserError, match="Resume with the settings of the run"):
-        new_run("int4_weight", resume="auto").restore()
+        restore(new_run("int4_weight", resume="auto"))
     with pytest.raises(UserError, match="lacks"):
-        new_run("int8", resume="auto").restore()
+        restore(new_run("int8", resume="auto"))
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from qtrain.train.assembly.deterministic import use_deterministic_kernels
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number
 from qtrain.train.state.ema import Ema
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.state_dict import TrainState, seed_rng
 from qtrain.train.step.in_backward import model_partitions
@@ -106,7 +107,7 @@ def assemble(
         data_files=files,
     )
     # Last, when everything exists that a checkpoint fills.
-    run.restore()
+    restore(run)
     return run
 
 

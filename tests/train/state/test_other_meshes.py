@@ -16,6 +16,7 @@ from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
 from qtrain.train.state.state_dict import TrainState
@@ -53,7 +54,7 @@ def _hop(scheme: str, optimizer_name: str, mesh_shape: str, source: Path | None,
     run.parallel = parallel
     if source is not None:
         with contextlib.redirect_stdout(io.StringIO()):
-            run.restore()
+            restore(run)
         run.state.run_id = "same"
     else:
         forward = language_forward(model, None)

@@ -20,6 +20,7 @@ from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state import run_folder
 from qtrain.train.state.checkpoint import Checkpoints
+from qtrain.train.state.restore import restore
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder, find_run_folder, resume_command
 from qtrain.train.state.state_dict import TrainState
@@ -106,13 +107,13 @@ def test_a_run_that_another_process_trains_is_not_resumed():
     path = str(trained_run().folder.path)
     found = find_run_folder(settings(resume=path), "script")
     run = new_run(found)
-    run.restore()
+    restore(run)
     with run.opened_folder():
         with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
             find_run_folder(settings(resume=path), "script")
         before = tree(Path("runs"))
         late = new_run(found)  # it looked before the other one took the folder
-        late.restore()
+        restore(late)
         with pytest.raises(UserError, match="is in use"), late.opened_folder():
             pass
         assert tree(Path("runs")) == before
@@ -132,7 +133,7 @@ def test_a_mistake_before_the_first_step_leaves_no_folder(steps, error):
 def test_a_mistake_leaves_the_folder_of_a_resumed_run():
     saved = trained_run()
     resumed = new_run(find_run_folder(settings(resume=str(saved.folder.path)), "script"))
-    resumed.restore()
+    restore(resumed)
     with pytest.raises(UserError), resumed.opened_folder():
         raise UserError("a broken file")
     assert "a broken file" in (saved.folder.path / "train.log").read_text()
@@ -167,7 +168,7 @@ def test_a_checkpoint_that_lies_elsewhere_starts_a_run_of_its_own():
     found = find_run_folder(settings(resume="copied/00000003"), "script")
     assert found.resumed_from == Path("copied/00000003") and found.path != run.folder.path
     resumed = new_run(found, seed=5)
-    resumed.restore()
+    restore(resumed)
     with resumed.opened_folder():
         pass
     assert resumed.state.step == 3 and (found.path / "config.json").exists()
@@ -176,7 +177,7 @@ def test_a_checkpoint_that_lies_elsewhere_starts_a_run_of_its_own():
 def test_the_config_of_a_resumed_run_does_not_resume():
     run = trained_run()
     resumed = new_run(RunFolder(run.folder.path, run.checkpoints.latest()), resume=str(run.folder.path))
-    resumed.restore()
+    restore(resumed)
     with resumed.opened_folder():
         pass
     config = json.loads((run.folder.path / "config.json").read_text())
@@ -186,7 +187,7 @@ def test_the_config_of_a_resumed_run_does_not_resume():
 def resume(run: Run, **changes) -> Run:
     """The run, resumed with other settings; its folder has been opened and closed."""
     resumed = new_run(find_run_folder(settings(resume=str(run.folder.path)), "script"), **changes)
-    resumed.restore()
+    restore(resumed)
     with resumed.opened_folder():
         pass
     return resumed
@@ -260,7 +261,7 @@ def test_a_restored_run_equals_an_uninterrupted_one():
     expected = train(run, 3)
     resumed = new_run(folder, seed=7)
     torch.manual_seed(99)
-    resumed.restore()
+    restore(resumed)
     assert resumed.state.step == 3 and resumed.state.data == {"sample": 3} and resumed.state.run_id == run.state.run_id
     assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
     resumed.quantized.assert_fresh()
@@ -274,7 +275,7 @@ def test_a_restored_run_equals_an_uninterrupted_one():
 def test_without_a_checkpoint_restoring_changes_nothing():
     run = new_run(find_run_folder(settings(), "script"))
     before = [p.clone() for p in run.model.parameters()]
-    run.restore()
+    restore(run)
     assert run.state.step == 0 and all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
@@ -320,7 +321,7 @@ def test_resuming_an_older_checkpoint_starts_a_run_that_names_its_parent_and_cha
     found = find_run_folder(chosen, "script")
     fork = new_run(found, seed=9)
     fork.settings = chosen
-    fork.restore()
+    restore(fork)
     with fork.opened_folder():
         train(fork, 1)
         fork.save()
@@ -331,7 +332,7 @@ def test_resuming_an_older_checkpoint_starts_a_run_that_names_its_parent_and_cha
     assert f"resumed at step {step} from {path}\n" in out and f"{three.folder.path} stays as it is" in out
     assert (fork.folder.path / "metrics.jsonl").exists()
     again = new_run(find_run_folder(settings(resume=str(fork.folder.path)), "script"), n_steps=20)
-    again.restore()
+    restore(again)
     with again.opened_folder():
         pass
     assert again.state.step == step + 1 and again.folder.path == fork.folder.path
@@ -367,7 +368,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_line_and_kept(three, case
     break_it(newest)
     value = {"auto": "auto", "run": str(three.folder.path), "checkpoints": str(three.folder.checkpoints)}[how]
     resumed = new_run(find_run_folder(settings(resume=value), "script"), seed=9, resume=value)
-    resumed.restore()
+    restore(resumed)
     out = capsys.readouterr().out
     (skipped,) = [line for line in out.splitlines() if "is skipped" in line]
     assert skipped.startswith(f"--resume: {newest} is skipped: {why}")
@@ -377,7 +378,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_line_and_kept(three, case
         expected = train(resumed, 2)
         resumed.save()
     reference = new_run(RunFolder(three.folder.path, older), seed=4)
-    reference.restore()
+    restore(reference)
     assert train(reference, 2) == expected
     names = sorted(path.name for path in three.folder.checkpoints.iterdir())
     assert names == ["00000003", "00000005", "00000007", "damaged-00000007"]
@@ -390,11 +391,11 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_with_a_whole_one(three):
         flip(path / "__0_0.distcp")
     resumed = new_run(find_run_folder(settings(resume=str(newest)), "script"), resume=str(newest))
     with pytest.raises(UserError, match=r"00000007 .*checksum.*newest whole one beside it is .*00000003\."):
-        resumed.restore()
+        restore(resumed)
     flip(three.folder.checkpoints / "00000003/__0_0.distcp")
     resumed = new_run(find_run_folder(settings(resume="auto"), "script"), resume="auto")
     with pytest.raises(UserError, match=r"checksum.*No checkpoint beside it is whole"):
-        resumed.restore()
+        restore(resumed)
 
 
 def test_a_checkpoint_of_another_script_is_refused():
@@ -402,7 +403,7 @@ def test_a_checkpoint_of_another_script_is_refused():
     run = new_run(folder)
     run.script = "llm_finetune"
     with pytest.raises(UserError, match=r"was not saved by llm_finetune\.py; resume with the script that saved it"):
-        run.restore()
+        restore(run)
 
 
 def test_the_script_that_saved_a_checkpoint_is_named():
@@ -412,13 +413,13 @@ def test_the_script_that_saved_a_checkpoint_is_named():
     trained.save()
     run = new_run(RunFolder(Path("runs/other/x"), trained.checkpoints.latest()))
     with pytest.raises(UserError, match=r"was not saved by script\.py; resume with llm_finetune\.py"):
-        run.restore()
+        restore(run)
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused():
     run = new_run(RunFolder(Path("x"), trained_run().checkpoints.latest()), n_steps=2)
     with pytest.raises(UserError, match=r"--n_steps: 2 is less than the 3 steps of .*; give more steps"):
-        run.restore()
+        restore(run)
 
 
 def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
@@ -427,7 +428,7 @@ def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
     monkeypatch.setattr(run_folder, "source_digest", lambda: "feedbeef")
     resumed = new_run(find_run_folder(settings(resume="auto"), "script"))
     capsys.readouterr()
-    resumed.restore()
+    restore(resumed)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "versions" in line]
     assert line.startswith(f"--resume: it was saved with other versions: qtrain {__version__} (source ")
     assert f"torch {torch.__version__} > 9.9" in line and "wandb" not in line and "git" not in line
@@ -450,15 +451,15 @@ def test_shards_with_other_contents_are_refused_and_moved_ones_are_not(capsys):
     folder = find_run_folder(settings(resume="auto"), "script")
     Path("elsewhere").mkdir()
     moved = [Path(shutil.copyfile(shard, f"elsewhere/{shard}")) for shard in shards]
-    with_files(folder, *moved).restore()
+    restore(with_files(folder, *moved))
     assert "changed" not in capsys.readouterr().out
     shards[1].write_bytes(os.urandom(50_000))
     with pytest.raises(UserError, match=rf"--train_ds: cannot resume: 1\.bin is not the file .* of {path} read"):
-        with_files(folder, *shards).restore()
+        restore(with_files(folder, *shards))
     with pytest.raises(UserError, match=r"--train_ds: cannot resume: .* read 3 files, this one reads 2"):
-        with_files(folder, *moved[:2]).restore()
+        restore(with_files(folder, *moved[:2]))
     with pytest.raises(UserError, match=r"--train_ds: cannot read 9\.bin: No such file"):
-        with_files(folder, Path("9.bin")).restore()
+        restore(with_files(folder, Path("9.bin")))
 
 
 def test_files_of_text_that_have_changed_are_said(capsys):
@@ -470,7 +471,7 @@ def test_files_of_text_that_have_changed_are_said(capsys):
         train(run, 1)
         run.save()
     files[2].write_text("more text")
-    with_files(find_run_folder(settings(resume="auto"), "script"), *files).restore()
+    restore(with_files(find_run_folder(settings(resume="auto"), "script"), *files))
     assert "--resume: 1 of 3 files of --train_ds have changed since, first 2.txt\n" in capsys.readouterr().out
 
 
@@ -483,7 +484,7 @@ def test_the_setting_that_other_tensors_come_from_is_named():
     other.model.extra = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
     other.optimizer.add_param_group({"params": [other.model.extra], "weight_decay": 0.0})
     with pytest.raises(UserError, match=r"only one of them\. .*That run had --quantize 'int8', not 'int8_weight'\."):
-        other.restore()
+        restore(other)
 
 
 ODD_META = {
@@ -501,7 +502,7 @@ def test_a_meta_of_other_kinds_is_a_message(case):
     meta["state"] |= ODD_META[case]
     rewrite(path, "meta.json", json.dumps(meta).encode())
     with pytest.raises(UserError, match="the checkpoint's state is not one of this version"):
-        new_run(find_run_folder(settings(resume="auto"), "script")).restore()
+        restore(new_run(find_run_folder(settings(resume="auto"), "script")))
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "train.log", "run.lock"])
