@@ -7,31 +7,31 @@ says: what does not run within it is planned wrong. On a card with more memory t
 one. The "largest" cells have the most sequences that their plans let an H100 hold.
 """
 
-import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 
 import torch
 
+from qtrain.bench.resources import FULL as FP8
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields
 from qtrain.core.config import parse
+from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
-from qtrain.pairs.runs import visible_gpus
+from qtrain.pairs.runs import FreeGpus, visible_gpus
 from qtrain.train.log.status import three_digits
 from qtrain.train.settings.listing import listing
 
 H100 = 79.1
 """GiB of its memory."""
 WARMUP_STEPS, STEPS = 4, 3
-FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
 SELECTIVE = {"recompute": ("norm", "swiglu")}
 BLOCK = {"recompute": ("block",)}
 LONG = {"seq_len": 4096}
@@ -108,8 +108,8 @@ CELLS: dict[str, dict[str, Any]] = {
 class PlannedMemorySettings:
     """Measure the memory and the time of training steps beside their plans."""
 
-    cells: str = ""
-    """Only cells whose name this regular expression finds."""
+    cells: str = "*"
+    """Cells to run: a glob that is matched with whole names."""
     slack: Annotated[float, Range(0, 1)] = 0.02
     """Share by which a run may take more memory than its plan says."""
     json: str | None = None
@@ -120,28 +120,30 @@ def main(argv: list[str]) -> None:
     settings = parse(PlannedMemorySettings, argv, "-m benchmarks.planned_memory", listing)
     path = Path(settings.json or f"runs/planned_memory/{time.strftime('%Y%m%d-%H%M%S')}.json")
     check_json(path)
-    device = describe_hardware(torch.device("cuda")).name
-    free: SimpleQueue[str] = SimpleQueue()
-    gpus = visible_gpus()
-    for gpu in gpus:
-        free.put(gpu)
+    names = [name for name in CELLS if fnmatchcase(name, settings.cells)]
+    if not names:
+        raise UserError(
+            f"--cells: {settings.cells!r} finds none of the {len(CELLS)} cells, such as {next(iter(CELLS))!r}."
+        )
+    if not (gpus := visible_gpus()):
+        raise UserError("planned_memory: no GPU is visible, and a CPU's memory is not planned; run it on a GPU.")
+    device, free = describe_hardware(torch.device("cuda")).name, FreeGpus(gpus)
 
     def measure(name: str) -> tuple[str, dict[str, Any]]:
-        gpu = free.get()
-        result = run_apart(cell_settings(name), WARMUP_STEPS, settings.slack, {"CUDA_VISIBLE_DEVICES": gpu})
-        free.put(gpu)
-        return name, result
+        with free.one() as gpu:
+            environment = {"CUDA_VISIBLE_DEVICES": str(gpu)}
+            return name, run_apart(cell_settings(name), WARMUP_STEPS, settings.slack, environment)
 
     results = {}
     with ThreadPoolExecutor(len(gpus)) as pool:
-        for done in as_completed([pool.submit(measure, name) for name in CELLS if re.search(settings.cells, name)]):
+        for done in as_completed([pool.submit(measure, name) for name in names]):
             name, result = done.result()
             results[name] = result
             print(f"{name}: {result.get('reason') or shown_line(result)}", file=sys.stderr, flush=True)
             # After each: a machine may be taken away.
-            in_order = {name: results[name] for name in CELLS if name in results}
-            write_json([planned_table(in_order)], path, about_run(settings, device))
-    print(planned_table(in_order).markdown(), f"figures     {path}", sep="\n\n")
+            table = planned_table({name: results[name] for name in names if name in results})
+            write_json([table], path, about_run(settings, device))
+    print(table.markdown(), f"figures     {path}", sep="\n\n")
 
 
 def cell_settings(name: str) -> CellSettings:

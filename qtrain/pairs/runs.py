@@ -1,6 +1,7 @@
 """The runs of pairs: each by llm_pretrain.py in its own process on its own GPU, begun once, stopped at a deadline and
 resumed from its checkpoint; and the differences of validation losses while they run."""
 
+import contextlib
 import json
 import os
 import queue
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -148,19 +149,15 @@ def train_all(runs: Sequence[PairedRun], jobs: int, deadline: float | None, prog
     # Runs of several GPUs each see all of them, one run at a time.
     gpus = [] if any((run.recipe.get("gpus") or 0) > 1 for run in runs) else visible_gpus()
     jobs = jobs or max(len(gpus), 1)  # on a CPU one at a time: several would share its cores
-    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for job in range(jobs):
-        free.put(gpus[job % len(gpus)] if len(gpus) > 1 else None)  # None: leave CUDA_VISIBLE_DEVICES as it is
+    # None: leave CUDA_VISIBLE_DEVICES as it is.
+    free = FreeGpus([gpus[job % len(gpus)] if len(gpus) > 1 else None for job in range(jobs)])
 
     def train(run: PairedRun) -> str | None:
         seconds = None if deadline is None else deadline - time.monotonic()
         if seconds is not None and seconds < START_SECONDS:
             return "not begun within --time_limit"
-        gpu = free.get()
-        try:
+        with free.one() as gpu:
             return run.train(gpu, seconds)
-        finally:
-            free.put(gpu)
 
     with ThreadPoolExecutor(jobs) as pool:
         futures: dict[Future, PairedRun] = {pool.submit(train, run): run for run in runs}
@@ -174,6 +171,24 @@ def train_all(runs: Sequence[PairedRun], jobs: int, deadline: float | None, prog
                     print(f"{run.variant}, seed {run.seed}: {reason}", file=sys.stderr, flush=True)
             progress.update(runs)
     return failures
+
+
+class FreeGpus:
+    """Names of GPUs that the jobs of several threads share, each with one of its own; None: no particular one."""
+
+    def __init__(self, names: Sequence[str | None]):
+        self._free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        for name in names:
+            self._free.put(name)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[str | None]:
+        """Waits until one is free."""
+        name = self._free.get()
+        try:
+            yield name
+        finally:
+            self._free.put(name)
 
 
 def visible_gpus() -> list[str]:

@@ -7,12 +7,12 @@ target, some minutes each.
 import ast
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import run_compiled
 
 pytest.importorskip("triton")
 
@@ -22,11 +22,8 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 def compile_kernels(*architectures: int) -> dict[int, dict]:
     """The results of `compile_kernels.py`, in a process whose kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_kernels", *map(str, architectures)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {int(arch): found for arch, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    printed = run_compiled("tests.kernels.compile_kernels", *map(str, architectures))
+    return {int(arch): found for arch, found in json.loads(printed.splitlines()[-1]).items()}
 
 
 @cache

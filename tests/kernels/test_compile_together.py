@@ -1,10 +1,6 @@
 """What is compiled together is compiled in threads and not launched; launches then find it compiled."""
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from qtrain.core.hardware import capabilities
 from qtrain.kernels.compile_together import compile_together
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm
+from tests.interpreter import run_compiled
 
 
 @triton.jit
@@ -23,11 +20,7 @@ def _wrong_kernel(x):
 
 
 def test_compiles_in_threads_without_launching():
-    """In a process whose kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.test_compile_together"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_compiled("tests.kernels.test_compile_together")
 
 
 def compile_without_a_gpu() -> None:
