@@ -51,7 +51,7 @@ def _blockwise(
 def _int4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     # Two codes a byte; an odd K is padded with a zero code, which adds nothing.
     y = scaled_int4_mm(a.codes, b.codes, a.scale, b.scale, 2 * a.codes.shape[1], dtype)
-    return y if bias is None else y.add_(bias)
+    return y if bias is None else y + bias
 
 
 def _mx(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
