@@ -314,7 +314,7 @@ class Training:
         run, state = self.run, self.run.state
         # The weights that are exported: averages, where the optimizer or --ema_decay keeps them.
         with self.records.throughput.pause(), eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
-            found = self.evaluation()
+            found = self.evaluation() if self.graphs is None else self.graphs.make_room_for(self.evaluation)
         if not found:
             return
         self._compare(found.get("eval_loss"))

@@ -64,16 +64,19 @@ def full_shard_memory(
     kept = masters + codes
     one, two = (_gathered(config, low_bit, sharded, some) + some * in_full / layers for some in (1, 2))
     others = trained.bytes - layers * layer - (embedding + head) * matrix * element
+    # On one process a weight of which codes are kept passes through memory of its own, while the layer before it runs.
+    staged = [size * linear.weight for _, _, size, linear in low_bit.linears(config) if linear.codes_only]
+    staging = round(max(staged, default=0)) if share.states == 1 else 0
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
     return FullShardBytes(
-        weights=round(kept + two),
+        weights=round(kept + two) + staging,
         build=_build(config, element, pretrained, masters + in_full, kept + in_full),
         # fp32, whatever the dtype of the gradients that are added.
         sums=round(4 * (trained.bytes // trained.element) * share.states),
         last=round(others + last),
         # The last layer stays for its backward pass.
-        at_loss=round(matrix * head_bytes.in_full + one - two) if untied else 0,
+        at_loss=(round(matrix * head_bytes.in_full + one - two) if untied else 0) - staging,
         head_message=head * matrix * element,
     )
 

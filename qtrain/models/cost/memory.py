@@ -43,6 +43,10 @@ CUDA_WORKSPACE = 96 * 2**20
 """cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
 
 
+RECORDED = ("the loss", "the start of backward", "the end of backward")
+"""Moments of a micro-batch."""
+
+
 class Peak(NamedTuple):
     """Bytes by kind at the moment of a step when a device holds most."""
 
@@ -50,10 +54,17 @@ class Peak(NamedTuple):
     kinds: Mapping[str, int]
     host: Mapping[str, int] = {}
     """Bytes of pinned host memory, at all times, by the names of --offload."""
+    apart: int = 0
+    """Bytes that other moments take besides, because they cannot use the memory of a recorded one."""
 
     @property
     def total(self) -> int:
+        """Of tensors."""
         return sum(self.kinds.values())
+
+    @property
+    def reserved(self) -> int:
+        return self.total + self.apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +95,8 @@ class MemoryEstimate:
     """Temporaries of the optimizer's step."""
     in_backward: bool
     """The optimizer steps within the backward pass."""
+    recorded: bool
+    """Micro-batches are CUDA graphs: the optimizer's temporaries are beside the memory of their largest moment."""
     host: Mapping[str, int]
     """In pinned host memory, by the names of --offload."""
     teacher: int = 0
@@ -109,7 +122,12 @@ class MemoryEstimate:
 
     @property
     def at_peak(self) -> Peak:
-        return max((Peak(*moment, self.host) for moment in self.moments.items()), key=lambda peak: peak.total)
+        peaks = [Peak(*moment, self.host) for moment in self.moments.items()]
+        largest = max(peaks, key=lambda peak: peak.total)
+        if not self.recorded:
+            return largest
+        recorded = max(peak.total for peak in peaks if peak.moment in RECORDED)
+        return largest._replace(apart=max(0, recorded + self.step - largest.total))
 
     @property
     def peak(self) -> int:
@@ -188,5 +206,6 @@ def estimate_memory(
         at_step=gradients.at_step,
         step=round(step_bytes * share.states + gradients.in_masters_dtype),
         in_backward=step.in_backward,
+        recorded=step.recorded,
         host=on_host,
     )

@@ -22,6 +22,8 @@ class StepShape:
     """More than one micro-batch per step."""
     in_backward: bool = False
     """The optimizer runs within the backward pass."""
+    recorded: bool = False
+    """Micro-batches are CUDA graphs, whose memory nothing else can use."""
     residuals_on_host: bool = False
     """Layers' inputs are in host memory between their passes."""
     weights_on_host: bool = False

@@ -41,15 +41,24 @@ def decoder_units(decoder: Decoder) -> list[Unit]:
 
 
 class ShardedBlock:
-    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them,
-    or with False those that the forward pass reads. receivers: the tensors whose `.grad` receives the unit's
-    gradients."""
+    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; fill: fills them, or
+    with False those that the forward pass reads, through `staging` bytes. receivers: the tensors whose `.grad` receives
+    the unit's gradients.
+
+    Its memory is that of the stream that computes, whichever stream fills it: the allocator gives what is freed on one
+    stream to that one alone."""
 
     def __init__(
-        self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[bool], None], receivers: Sequence[Tensor]
+        self,
+        unit: Unit,
+        tensors: Sequence[Tensor],
+        fill: Callable[[bool, Tensor | None], None],
+        receivers: Sequence[Tensor],
+        staging: int = 0,
     ):
         self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
-        self._tensors, self._gather = tuple(tensors), gather
+        self._tensors, self._fill = tuple(tensors), fill
+        self._staging_bytes, self._staging = staging, None
         # Several tensors may share one.
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
@@ -58,20 +67,29 @@ class ShardedBlock:
         self.ready: torch.Event | None = None
         """What a stream must wait for before it reads the tensors."""
 
-    def gather(self, whole: bool = True) -> None:
-        """Allocate and fill the tensors; not whole: without what the backward pass alone reads."""
+    def allocate(self) -> None:
         for storage, size in self._storages:
             storage.resize_(size)  # the tensors stay the objects that autograd and compiled code hold
+        if self._staging_bytes:
+            self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=self._tensors[0].device)
+
+    def fill(self, whole: bool = True) -> None:
+        """Fill the tensors; not whole: without what the backward pass alone reads."""
         # What autograd has saved of the forward pass is the same again in the backward pass, not "modified in place".
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._tensors):
-            self._gather(whole)
+            self._fill(whole, self._staging)
         self.gathered, self.whole = True, whole
 
+    def filled(self) -> None:
+        """What is launched from now on runs after the tensors are filled."""
+        self._staging = None
+
     def free(self) -> None:
-        """Free the tensors' memory. A kernel that reads them may still be queued on the current stream."""
+        """Free the tensors' memory. A kernel that reads them may still be queued on the current stream, none that fills
+        them on another."""
         for storage, _ in self._storages:
             storage.resize_(0)
-        self.gathered, self.ready = False, None
+        self.gathered, self.ready, self._staging = False, None, None
 
 
 class FullShard:
@@ -162,19 +180,21 @@ class FullShard:
             self._launch(block, whole)
         if block.ready is not None:
             torch.cuda.current_stream().wait_event(block.ready)
+        block.filled()
 
     def _prefetch(self, index: int, whole: bool = True) -> None:
         if self._stream is not None and 0 <= index < len(self._blocks) and not self._blocks[index].gathered:
             self._launch(self._blocks[index], whole)
 
     def _launch(self, block: ShardedBlock, whole: bool) -> None:
+        block.allocate()
         if self._stream is None:
-            block.gather(whole)
+            block.fill(whole)
             return
-        # Memory that was freed on the current stream is reused here: wait for the kernels that read it.
+        # Kernels that read what this memory held before may still be queued.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            block.gather(whole)
+            block.fill(whole)
             block.ready = self._stream.record_event()
 
     def _wait_for_reduction(self) -> None:
@@ -196,9 +216,11 @@ class FullShard:
         """Free the blocks that are still gathered: when the weights have changed, or a pass was broken off."""
         self._reduced.clear()
         self._reducing, self._in_flight = None, []
-        for block in self._blocks:
-            if block.gathered:
-                block.free()
+        gathered = [block for block in self._blocks if block.gathered]
+        if gathered and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)  # which may still be filling one
+        for block in gathered:
+            block.free()
 
     def gather(self, indices: Iterable[int] | None = None) -> None:
         """Gather these blocks, None: all; each is freed after it has run."""

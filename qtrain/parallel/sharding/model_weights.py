@@ -16,7 +16,7 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.parallel.sharding.sharded_codes import ShardedCodes, gather_codes, share_codes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
-from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
+from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights, staging_bytes
 from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
 from qtrain.quant.scheme_map import spec_of
@@ -180,13 +180,12 @@ class ModelWeights:
         masters = [self._gathered(s) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
 
-        def gather(whole: bool) -> None:
+        def fill(whole: bool, staging: Tensor | None) -> None:
             gather_codes([*codes.values()], whole)
-            gather_weights(masters)
+            gather_weights(masters, staging=staging)
 
-        return ShardedBlock(
-            unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
-        )
+        receivers = [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
+        return ShardedBlock(unit, tensors, fill, receivers, staging_bytes(masters))
 
     def _gathered(self, sharded: Sharded) -> GatheredMaster:
         linear = self._linear_of.get(id(sharded.parameter))

@@ -1,6 +1,7 @@
 """All-gather of updated weights: from the masters' shards to what the model computes with, a few tensors at a time.
 
-One process has no shards: what it gathers is in host memory, and is copied from there.
+One process has no shards: what it gathers is in host memory, and is copied from there. A weight of which only codes
+are kept passes through staging memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from qtrain.comm.wire import ALONE_BYTES, gather, gather_into, in_buckets
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
 from qtrain.tensors.lazy import plain_tensors
+from qtrain.tensors.stored_weight import StoredWeight
 
 
 class Gathered(Protocol):
@@ -46,9 +48,13 @@ class GatheredMaster:
     give: Callable[[Sharded, list[Tensor]], None]
     in_place: bool = False
 
+    @property
+    def is_own_memory(self) -> bool:
+        return self.in_place and all(t.is_contiguous() for t in plain_tensors(self.sharded.parameter))
+
     def empty(self) -> list[Tensor]:
         tensors = plain_tensors(self.sharded.parameter)
-        if self.in_place and all(t.is_contiguous() for t in tensors):
+        if self.is_own_memory:
             return tensors
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -63,12 +69,14 @@ class GatheredMaster:
 
 
 @torch.no_grad()
-def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
-    """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
+def gather_weights(items: Iterable[Gathered], kind: str = "weights", staging: Tensor | None = None) -> None:
+    """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted.
+    staging: `staging_bytes` of memory, through which one after the other comes from the host; None: each has its
+    own."""
     for mesh, members in by_mesh(items, lambda item: item.sharded):
         if mesh.shard == 1:
             for item in members:
-                _copy_from_host(item)
+                _copy_from_host(item, staging)
             continue
         small = []
         for item in members:
@@ -81,8 +89,22 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
             _gather_bucket(bucket, mesh, kind)
 
 
-def _copy_from_host(item: Gathered) -> None:
-    full = item.empty()
+def staging_bytes(items: Iterable[GatheredMaster]) -> int:
+    """Of the largest of `items` that comes from the host to memory that is not its own."""
+    return max((item.bytes() for item in items if item.sharded.mesh.shard == 1 and _is_staged(item)), default=0)
+
+
+def _is_staged(item: Gathered) -> bool:
+    whole = isinstance(item, GatheredMaster) and not item.is_own_memory
+    return whole and not isinstance(item.sharded.parameter.data, StoredWeight)
+
+
+def _copy_from_host(item: Gathered, staging: Tensor | None) -> None:
+    if staging is not None and _is_staged(item):
+        parameter = item.sharded.parameter
+        full = [staging[: item.bytes()].view(parameter.dtype).view(parameter.shape)]
+    else:
+        full = item.empty()
     for tensor, on_host in zip(full, item.own(), strict=True):
         tensor.copy_(on_host, non_blocking=True)  # from pinned memory, in the order of the current stream
     item.receive(full)

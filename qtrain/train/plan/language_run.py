@@ -32,6 +32,7 @@ from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.scheme_bytes import linear_bytes
 from qtrain.train.plan.sharding import fullest_share
 from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
+from qtrain.train.settings.machine import records_steps
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import LanguageSettings
 
@@ -69,6 +70,7 @@ class LanguageRun:
             loss_chunks=settings.loss_chunks,
             accumulates=checked.geometry.gradient_accumulation > 1,
             in_backward=settings.optimizer_in_backward,
+            recorded=records_steps(settings),
             residuals_on_host="residuals" in checked.offload,
             weights_on_host="weights" in checked.offload,
             gradients_on_host="gradients" in checked.offload,

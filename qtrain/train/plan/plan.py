@@ -79,6 +79,8 @@ class Plan:
     """Bytes of tensors at the peak, by kind."""
     moment: str = ""
     """When that is."""
+    apart: int = 0
+    """Bytes that the optimizer's step takes beside them, where micro-batches are CUDA graphs."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Bytes of pinned host memory, by the names of --offload."""
     step_seconds: float = 0.0
@@ -118,7 +120,7 @@ class Plan:
     @property
     def memory_taken(self) -> int:
         """Bytes of the device with what a run takes beside its tensors."""
-        return self.hardware.memory_taken(sum(self.memory.values()))
+        return self.hardware.memory_taken(sum(self.memory.values()) + self.apart)
 
     @property
     def host_bytes(self) -> int:
@@ -174,7 +176,9 @@ class Plan:
             return []
         total, taken, have = sum(self.memory.values()), self.memory_taken, self.hardware.memory_bytes
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.memory.items())
-        kinds += f", CUDA and its allocator {(taken - total) / GIB:.2f}" if taken > total else ""
+        kinds += f", the optimizer's step beside it {self.apart / GIB:.2f}" if self.apart else ""
+        own = taken - total - self.apart
+        kinds += f", CUDA and its allocator {own / GIB:.2f}" if own > 0 else ""
         of = f" of {have / GIB:.1f}" if have else ""
         rows = [("memory", f"{taken / GIB:.2f}{of} GiB, most at {self.moment}: {kinds}")]
         if self.host:
@@ -322,6 +326,7 @@ def _with_figures(
         seconds=seconds,
         memory=peak.kinds,
         moment=peak.moment,
+        apart=peak.apart,
         host=peak.host,
         step_seconds=sum(passes) + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth) + waits,
         world=world,

@@ -104,13 +104,13 @@ class WorldPlan:
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
         # Weak scaling: the compute of a GPU stays, so only memory and communication depend on the mesh.
-        memory = self.hardware.memory_taken(self.memory_on(mesh, False).total)
+        memory = self.hardware.memory_taken(self.memory_on(mesh, False).reserved)
         reshards = resharded(self.resharding, mesh, memory, self.hardware.memory_bytes)
         costs = self.traffic.costs(mesh, self.cluster, reshards)
         return SizedStep(
             mesh=mesh,
             reshards=reshards,
-            memory=self.hardware.memory_taken(self.memory_on(mesh, True).total) if reshards else memory,
+            memory=self.hardware.memory_taken(self.memory_on(mesh, True).reserved) if reshards else memory,
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),

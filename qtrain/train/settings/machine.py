@@ -141,6 +141,11 @@ def run_world(settings: TrainSettings) -> int:
     return settings.world_size or max(launched_world(), settings.gpu_count)
 
 
+def records_steps(settings: TrainSettings) -> bool:
+    """Whether the settings let micro-batches be recorded as CUDA graphs. Hooks do not run in a replay."""
+    return settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
+
+
 def reserves_every_routing(settings: TrainSettings) -> bool:
     """Whether a rank of --ep has rows for any routing: where the step is recorded as CUDA graphs, whose shapes are
     fixed, or rows are in the order of one process. Else it reads how many a routing needs."""

@@ -15,7 +15,7 @@ without: their micro-batches are then so large that a GPU is busy while Python l
 import gc
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,14 @@ from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import TensorBatch
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
+from qtrain.train.log.failures import is_out_of_memory
+from qtrain.train.settings.machine import records_steps
 from qtrain.train.state.run import Run
 from qtrain.train.step.forward import Forward
 
 log = logging.getLogger("qtrain")
+
+Result = TypeVar("Result")
 
 WARM_UP = 3
 """Ordinary runs before a graph is captured: compiling, autotuning and lazy initialization must not be part of it. None
@@ -42,7 +46,7 @@ def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "Step
     recordable: whether all micro-batches have one shape, and the model launches the same kernels for each.
     """
     settings = run.settings
-    recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
+    recordable = recordable and records_steps(settings)
     # Rounded gradients of fully sharded layers are sent within the graph, with keys that the host makes.
     recordable = recordable and not (run.parallel.reshards and settings.gradient_wire != "exact")
     if not recordable or run.device.type != "cuda":
@@ -148,14 +152,32 @@ class StepGraphs:
         self._refresh.replay()
         self._quantized.mark_fresh()
 
+    def make_room_for(self, run: Callable[[], Result]) -> Result:
+        """What `run` returns. If it needs memory that the graphs hold, they are released and it runs again."""
+        try:
+            return run()
+        except Exception as error:
+            # Other ranks are within what `run` does together.
+            if not self.recorded or self._parallel.mesh.world > 1 or not is_out_of_memory(error):
+                raise
+        # After the handler: the error's frames hold tensors.
+        log.info("memory      evaluation needs what the recorded steps hold; the next steps are recorded again")
+        self.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run()
+
     def release(self) -> None:
-        """Free the graphs: a process group does not end while graphs hold its collectives."""
+        """Free the graphs and their memory; the next steps record new ones. A process group does not end while graphs
+        hold its collectives."""
         for graph in [*(graph for graph, _ in self._micro_steps.values()), self._refresh]:
             if graph is not None:
                 graph.reset()
         self._micro_steps.clear()
         self._gradients.clear()
         self._refresh = None
+        # A pool whose graphs are gone cannot be used again.
+        self._pool, self._runs = torch.cuda.graph_pool_handle(), {}
 
     def _follow_map(self) -> None:
         """Drop what was recorded before linears were reassigned: it reads codes that are gone."""
@@ -163,8 +185,6 @@ class StepGraphs:
             return
         self._assignments = self._quantized.assignments
         self.release()
-        # A pool whose graphs are gone cannot be used again.
-        self._pool, self._runs = torch.cuda.graph_pool_handle(), {}
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1

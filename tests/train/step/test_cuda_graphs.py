@@ -1,5 +1,8 @@
 """A replayed step gives the same bits as an ordinary one; a step that cannot be captured runs without graphs."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -55,10 +58,12 @@ def train(
     master: str = "none",
     tied: bool = True,
     reassigned: dict[str, str] | None = None,
+    between: Callable[[StepGraphs], None] | None = None,
     **kind,
 ):
     """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
     reassigned: other schemes of linears from step WARM_UP + 2 on.
+    between: runs in the middle of twice as many steps, with room made for it.
     quantize_head: the output head too; its loss is computed in three chunks. offload: names of --offload."""
     device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     source, moved = ModelSource("tiny", config, "--model"), "gradients" in offload  # weights then are, too
@@ -84,7 +89,9 @@ def train(
     forward, same = language_forward(model, None), {"parallel": parallel}
     graphs = StepGraphs(forward, quantized, parallel) if graphed else None
     seen = []
-    for step in range(STEPS if reassigned is None else 2 * STEPS):
+    for step in range(2 * STEPS if reassigned or between else STEPS):
+        if between is not None and graphs is not None and step == STEPS:
+            graphs.make_room_for(partial(between, graphs))
         if reassigned is not None and step == WARM_UP + 2:
             assert graphs is None or graphs._micro_steps
             reassign(model, quantized, {name: SCHEMES.make(to, {}, "-") for name, to in reassigned.items()})
@@ -235,6 +242,32 @@ def test_weights_and_gradients_in_host_memory_change_no_bits(scheme, options, ac
         assert moved == ordinary
         assert all(torch.equal(a, b) for a, b in zip(weights, weights_moved, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2)
+
+
+@pytest.mark.gpu
+def test_what_runs_between_steps_may_take_the_memory_of_the_graphs(caplog):
+    """An evaluation without enough memory beside them runs again without them; the steps after it are recorded anew."""
+    caplog.set_level("INFO", logger="qtrain")
+    reserved = []
+
+    def evaluate(graphs: StepGraphs) -> None:
+        reserved.append(torch.cuda.memory_reserved())
+        if graphs.recorded:
+            raise torch.OutOfMemoryError
+
+    ordinary, weights, _ = train("fp8_rowwise", {}, 3, graphed=False, between=evaluate)
+    replayed, weights_replayed, graphs = train("fp8_rowwise", {}, 3, graphed=True, between=evaluate)
+    assert replayed == ordinary and graphs.recorded
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    (before, after), text = reserved, caplog.text
+    assert after < before - 2**20 and text.count("recorded again") == 1
+
+    def broken() -> None:
+        raise ValueError("not for want of memory")
+
+    with pytest.raises(ValueError, match="not for want"):
+        graphs.make_room_for(broken)
+    assert graphs.recorded
 
 
 @pytest.mark.gpu
