@@ -58,7 +58,8 @@ class ShardedBlock:
     ):
         self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
         self._tensors, self._fill = tuple(tensors), fill
-        self._staging_bytes, self._staging = staging, None
+        self._staging_bytes = staging
+        self._staging: Tensor | None = None
         # Several tensors may share one.
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
