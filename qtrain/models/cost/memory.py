@@ -43,6 +43,9 @@ CUDA_WORKSPACE = 96 * 2**20
 """cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
 
 
+HOLES_OF_STREAMED = 0.014
+"""Of the tensors' peak, what the allocator keeps in holes beside those of any run, where layers come from host memory
+into recorded steps: on an H200 3B, 7B and 14B had 2.1%, 3.1% and 3.3% in all, the last two up to their limits."""
 RECORDED = ("the loss", "the start of backward", "the end of backward")
 """Moments of a micro-batch."""
 
@@ -55,7 +58,7 @@ class Peak(NamedTuple):
     host: Mapping[str, int] = {}
     """Bytes of pinned host memory, at all times, by the names of --offload."""
     apart: int = 0
-    """Bytes that other moments take besides, because they cannot use the memory of a recorded one."""
+    """Bytes that are taken besides because nothing else can use the memory of recorded steps."""
 
     @property
     def total(self) -> int:
@@ -97,6 +100,8 @@ class MemoryEstimate:
     """The optimizer steps within the backward pass."""
     recorded: bool
     """Micro-batches are CUDA graphs: the optimizer's temporaries are beside the memory of their largest moment."""
+    streamed: bool
+    """Layers are in host memory between their passes."""
     host: Mapping[str, int]
     """In pinned host memory, by the names of --offload."""
     teacher: int = 0
@@ -127,7 +132,8 @@ class MemoryEstimate:
         if not self.recorded:
             return largest
         recorded = max(peak.total for peak in peaks if peak.moment in RECORDED)
-        return largest._replace(apart=max(0, recorded + self.step - largest.total))
+        holes = round(HOLES_OF_STREAMED * largest.total * self.streamed)
+        return largest._replace(apart=max(0, recorded + self.step - largest.total) + holes)
 
     @property
     def peak(self) -> int:
@@ -207,5 +213,6 @@ def estimate_memory(
         step=round(step_bytes * share.states + gradients.in_masters_dtype),
         in_backward=step.in_backward,
         recorded=step.recorded,
+        streamed=step.weights_on_host,
         host=on_host,
     )

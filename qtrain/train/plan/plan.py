@@ -80,7 +80,7 @@ class Plan:
     moment: str = ""
     """When that is."""
     apart: int = 0
-    """Bytes that the optimizer's step takes beside them, where micro-batches are CUDA graphs."""
+    """Bytes that are taken beside them because nothing else can use the memory of CUDA graphs."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Bytes of pinned host memory, by the names of --offload."""
     step_seconds: float = 0.0
@@ -176,7 +176,7 @@ class Plan:
             return []
         total, taken, have = sum(self.memory.values()), self.memory_taken, self.hardware.memory_bytes
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.memory.items())
-        kinds += f", the optimizer's step beside it {self.apart / GIB:.2f}" if self.apart else ""
+        kinds += f", beside recorded steps {self.apart / GIB:.2f}" if self.apart else ""
         own = taken - total - self.apart
         kinds += f", CUDA and its allocator {own / GIB:.2f}" if own > 0 else ""
         of = f" of {have / GIB:.1f}" if have else ""

@@ -458,3 +458,20 @@ def test_a_gradient_that_is_quantized_apart_is_planned_with_its_codes():
     found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
     # Fused there are the activation's gradient (2) and the codes of gate_up's (4), less down's input (1), per I.
     assert found[0] - found[1] == 64 * 1024 * config.intermediate_size * (8 - 5)
+
+
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_what_cannot_use_the_memory_of_recorded_steps_is_planned_beside_it(sequences):
+    """The optimizer's temporaries, whether its step has more tensors than the micro-batch or not."""
+    config = read_model_source("qwen2.5-0.5b").model_config()
+
+    def estimate(**options: bool):
+        return estimate_memory(config, StepShape(sequences, 1024, **options), step_bytes=2.0**31)
+
+    ordinary, recorded = estimate().at_peak, estimate(recorded=True)
+    assert ordinary.apart == 0 and recorded.at_peak.kinds == ordinary.kinds
+    assert (recorded.at_peak.moment == "the optimizer's step") == (sequences == 1)
+    micro_batch = max(sum(recorded.moments[name].values()) for name in ("the loss", "the start of backward"))
+    assert recorded.at_peak.reserved == micro_batch + 2**31
+    streamed = estimate(recorded=True, weights_on_host=True).at_peak
+    assert streamed.reserved > recorded.at_peak.reserved and streamed.kinds == recorded.at_peak.kinds
