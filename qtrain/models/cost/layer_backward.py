@@ -10,7 +10,8 @@ widest of a dense layer, in the order of the backward pass:
 
     down_proj's grad_input    the gradient of SwiGLU's output, T·I·b
     SwiGLU's backward         that, and gate_up's gradient, 2·T·I·b, or its codes; down's input is freed
-    gate_up's quantizer       gate_up's gradient and its codes, where no kernel quantizes it as it is computed
+    gate_up's quantizer       gate_up's gradient and its codes, where no kernel quantizes it as it is computed; a
+                              gate_up that was kept is freed by then, and this is no wider than SwiGLU's backward
     gate_up's grad_input      gate_up's gradient, and its input's, T·C·b; gate_up's output and the gradient of SwiGLU's
                               output are freed
     attention's backward      gradients of its output, of q, k and v, and one in fp32, T·(Q·(4 + 2·b) + QKV·b); all that
@@ -140,7 +141,8 @@ class Layer:
         after_swiglu = in_swiglu - inner * element - gate_up
         own = {"down_proj": inner * element, "": in_swiglu, "gate_up": after_swiglu + c * element}
         at_mlp = max(tokens * size + self.read.get(name, 0.0) for name, size in own.items())
-        if not (self.kind.low_bit.swiglu_codes or self.kind.low_bit.down_input_recomputed):
+        fused = self.kind.low_bit.swiglu_codes or self.kind.low_bit.down_input_recomputed
+        if not fused and {"ffn", "block"} & self.step.recompute:
             at_mlp = max(at_mlp, tokens * 2 * inner * (element + self.kind.low_bit.layer["gate_up"].dy_codes))
         # All that the MLP kept is freed.
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)

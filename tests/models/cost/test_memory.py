@@ -458,6 +458,10 @@ def test_a_gradient_that_is_quantized_apart_is_planned_with_its_codes():
     found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
     # Fused there are the activation's gradient (2) and the codes of gate_up's (4), less down's input (1), per I.
     assert found[0] - found[1] == 64 * 1024 * config.intermediate_size * (8 - 5)
+    # A gate_up that is kept is freed before: gradients of SwiGLU's output (2) and of gate_up (4), less down's input.
+    step = dataclasses.replace(step, recompute=frozenset())
+    found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sequences", [1, 64])
