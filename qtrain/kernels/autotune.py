@@ -1,11 +1,14 @@
 """Chooses the fastest of several implementations of an operation, by timing them once per device and shape.
 
 The choices are kept in a JSON file per device, torch version and state of the kernels, so that a second run times
-nothing, and the first one with a changed kernel does. Where nothing can be timed (no GPU, or during the capture of a
-CUDA graph) the first name is chosen: callers put the best in general first. Nothing is timed under --deterministic.
+nothing, and the first one with a changed kernel does. Those of some models' shapes come with the package (`choices/`,
+made by `benchmarks/shipped_choices.py`), and a first run does not time them. Where nothing can be timed (no GPU, or
+during the capture of a CUDA graph) the first name is chosen: callers put the best in general first. Nothing is timed
+under --deterministic.
 
     QTRAIN_IMPL=triton | cublas | ref   only names with this prefix (ref: the plain PyTorch definition)
-    QTRAIN_TUNE=0                       time nothing, choose the first name
+    QTRAIN_TUNE=0                       time nothing, choose the first name where no choice is known
+    QTRAIN_TUNE=all                     time what comes with the package too
     QTRAIN_CACHE=DIR                    directory of the files; default ~/.cache/qtrain
 """
 
@@ -30,6 +33,7 @@ ROUNDS = 11
 SWEEPS, SWEEP_BYTES = 8, 2**28
 """Each time, so much is written before: it flushes the L2 cache, and takes longer (500 us) than the host needs to
 launch a few kernels."""
+SHIPPED = Path(__file__).parent / "choices"
 FAMILIES = ("triton", "cublas", "ref")
 
 
@@ -42,11 +46,18 @@ def forced() -> str | None:
 
 
 def tunes() -> bool:
-    """Whether candidates are timed. UserError for a QTRAIN_TUNE that says neither."""
+    """Whether candidates are timed. UserError for an unknown QTRAIN_TUNE."""
+    return _tune() != "0" and not _paused
+
+
+def _tune() -> str:
     given = os.environ.get("QTRAIN_TUNE", "1")
-    if given not in ("0", "1"):
-        raise UserError(f"QTRAIN_TUNE: {given!r} is not allowed; 0 times nothing, 1 (the default) times candidates.")
-    return given == "1" and not _paused
+    if given not in ("0", "1", "all"):
+        raise UserError(
+            f"QTRAIN_TUNE: {given!r} is not allowed; 0 times nothing, 1 (the default) times candidates, all also those "
+            "of which a choice comes with the package."
+        )
+    return given
 
 
 _paused = False
@@ -86,7 +97,7 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
     checksum = zlib.crc32(" ".join(names).encode())  # other names: another choice
     entry = " ".join([op, *(str(value).removeprefix("torch.") for value in key), f"{checksum:08x}"])
     choices = _choices()  # shared by all operations of the process
-    name = choices.get(entry)
+    name = choices.get(entry) or (None if _tune() == "all" else _shipped().get(entry))
     if name is not None and name in names:
         return name
     if not tunes() or torch.cuda.is_current_stream_capturing():
@@ -133,9 +144,16 @@ def _choices() -> dict[str, str]:
     return _read()
 
 
-def _read() -> dict[str, str]:
+@cache
+def _shipped() -> dict[str, str]:
+    """The choices of this device and torch version that come with the package."""
+    return _read(SHIPPED / f"{_device_name()}.json")
+
+
+def _read(path: Path | None = None) -> dict[str, str]:
+    """Those of a file; None: the one of this machine."""
     try:
-        found = json.loads(_file().read_text())
+        found = json.loads((path or _file()).read_text())
         return {str(key): str(value) for key, value in found.items()}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -143,9 +161,13 @@ def _read() -> dict[str, str]:
 
 def _file() -> Path:
     folder = Path(os.environ.get("QTRAIN_CACHE") or Path.home() / ".cache" / "qtrain")
+    return folder / f"tuning-{_device_name()}-kernels-{kernels_checksum():08x}.json"
+
+
+def _device_name() -> str:
+    """The device with torch's version, as files are named."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    about = f"tuning {device} torch {torch.__version__} kernels {kernels_checksum():08x}"
-    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", about) + ".json")
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} torch {torch.__version__}")
 
 
 @cache

@@ -59,6 +59,28 @@ def test_times_again_with_other_kernels(monkeypatch, cache):
     assert choose(1) == "triton b" and len(seen) == 2 and len(list(cache.iterdir())) == 2
 
 
+def test_what_comes_with_the_package_is_not_timed(monkeypatch, cache, tmp_path_factory):
+    """Unless that is asked for, or it names a candidate that is no longer there."""
+    seen = timed(monkeypatch, "triton b")
+    choose(1)
+    (file,) = cache.iterdir()
+    shipped = tmp_path_factory.mktemp("shipped")
+    device = file.name.removeprefix("tuning-").partition("-kernels-")[0]
+    (entry,) = json.loads(file.read_text())
+    other = entry.replace("mm 1", "mm 2")
+    (shipped / f"{device}.json").write_text(json.dumps({entry: "cublas", other: "cublas", other + " x": "gone"}))
+    monkeypatch.setattr(autotune, "SHIPPED", shipped)
+    autotune._shipped.cache_clear()
+    assert choose(1) == "triton b"  # this machine's own choice comes first
+    assert choose(2) == "cublas" and len(seen) == 1
+    assert list(json.loads(file.read_text())) == [entry]
+    monkeypatch.setenv("QTRAIN_TUNE", "0")
+    assert choose(2) == "cublas"
+    monkeypatch.setenv("QTRAIN_TUNE", "all")
+    assert choose(2) == "triton b" and len(seen) == 2
+    autotune._shipped.cache_clear()
+
+
 def test_what_another_process_has_added_meanwhile_is_kept(monkeypatch, cache):
     timed(monkeypatch, "triton b")
     choose(1)
