@@ -103,7 +103,7 @@ def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_
     through which it passes."""
     on_device = _total(_sizes(options, shapes, weight_bytes, set(HOST_NAMES) - options.offload))
     moved = _sizes(options, shapes, weight_bytes, options.offload, weights=True)
-    return on_device + staging_bytes(moved)
+    return on_device + staging_bytes(tuple(moved))
 
 
 def _total(tensors: Sequence[HostSizes]) -> int:

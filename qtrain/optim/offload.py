@@ -10,6 +10,7 @@ which keys its random bits.
 A weight in host memory passes with its states, and its gradient comes with them; neither is moved there by this file.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +106,8 @@ def fill_buckets(tensors: Sequence[HostSizes]) -> list[list[RowSlice]]:
     return buckets
 
 
-def staging_bytes(tensors: Sequence[HostSizes]) -> int:
+@functools.cache  # --fit auto asks for hundreds of plans of the same tensors
+def staging_bytes(tensors: tuple[HostSizes, ...]) -> int:
     """Bytes of the staging buffers on the device."""
     sizes = _bucket_bytes(fill_buckets(tensors), tensors)
     return min(STAGES, len(sizes)) * max(sizes, default=0)

@@ -1,6 +1,7 @@
 """The size of a decoder: parameters and FLOPs per token, from its config alone."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
@@ -18,12 +19,14 @@ DENSE_MLP = ("gate_up", "down_proj")
 """Of these, the linears of a dense MLP."""
 
 
+@functools.cache
 def linear_key(name: str) -> str:
     """The key of a layer's linear: layers.3.attn.qkv -> qkv, layers.3.mlp.shared.gate_up -> shared.gate_up."""
     owner, own = name.split(".")[-2:]
     return own if owner in ("attn", "mlp") else f"{owner}.{own}"
 
 
+@functools.cache
 def layer_index(name: str) -> int:
     """The number of a linear's layer: layers.3.attn.qkv -> 3."""
     return int(name.split(".")[1])

@@ -16,7 +16,7 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.parallel.sharding.sharded_codes import ShardedCodes, gather_codes, share_codes, update_codes
 from qtrain.parallel.sharding.shards import Sharded, local_tensors
-from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights, staging_bytes
+from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights, staging_size
 from qtrain.quant import LowBitLinear, QuantizedModel, Scheme, reassign
 from qtrain.quant.choices import shared_weights
 from qtrain.quant.scheme_map import spec_of
@@ -185,7 +185,7 @@ class ModelWeights:
             gather_weights(masters, staging=staging)
 
         receivers = [s.receiver for s in self._trained if id(s.parameter) in unit_parameters]
-        return ShardedBlock(unit, tensors, fill, receivers, staging_bytes(masters))
+        return ShardedBlock(unit, tensors, fill, receivers, staging_size(masters))
 
     def _gathered(self, sharded: Sharded) -> GatheredMaster:
         linear = self._linear_of.get(id(sharded.parameter))

@@ -71,7 +71,7 @@ class GatheredMaster:
 @torch.no_grad()
 def gather_weights(items: Iterable[Gathered], kind: str = "weights", staging: Tensor | None = None) -> None:
     """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted.
-    staging: `staging_bytes` of memory, through which one after the other comes from the host; None: each has its
+    staging: `staging_size` of memory, through which one after the other comes from the host; None: each has its
     own."""
     for mesh, members in by_mesh(items, lambda item: item.sharded):
         if mesh.shard == 1:
@@ -89,7 +89,7 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights", staging: Te
             _gather_bucket(bucket, mesh, kind)
 
 
-def staging_bytes(items: Iterable[GatheredMaster]) -> int:
+def staging_size(items: Iterable[GatheredMaster]) -> int:
     """Of the largest of `items` that comes from the host to memory that is not its own."""
     return max((item.bytes() for item in items if item.sharded.mesh.shard == 1 and _is_staged(item)), default=0)
 
