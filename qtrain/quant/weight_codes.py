@@ -97,7 +97,6 @@ def wire_format(scheme: LowBitScheme) -> OperandFormat | None:
     return rows if columns.sum_dim == 0 or (rows == columns and square) else None
 
 
-@functools.cache  # a plan asks for each linear
 def reads_codes_only(scheme: LowBitScheme) -> bool:
     """Whether no GEMM reads a weight itself, but only codes that are computed from it."""
     return scheme.stored_format is None and None not in scheme.formats_of("w")
@@ -126,7 +125,6 @@ def spanning_format(scheme: LowBitScheme) -> OperandFormat | MaybeNone:
     )
 
 
-@functools.cache
 def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
     """The scheme with one layout of a weight's codes, from which `grad_input` makes those that it reads, with the same
     bits; the scheme itself where there is no second layout, or where it does not follow from the first."""
@@ -134,6 +132,7 @@ def in_one_layout(scheme: LowBitScheme) -> LowBitScheme:
     return scheme.derived(one_weight_layout=True) if _second_layout_follows(scheme) else scheme
 
 
+@functools.cache  # a plan asks for each linear
 def _second_layout_follows(scheme: LowBitScheme) -> bool:
     rows, columns = scheme.formats_of("w")
     if rows is None or columns is None or columns.sum_dim == 0:

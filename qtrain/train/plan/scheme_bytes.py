@@ -1,7 +1,6 @@
 """What a scheme's declaration says of memory: bytes of a weight, of its codes, of the input that backward keeps, and of
 what is read and written where a tensor is quantized."""
 
-import functools
 from typing import NamedTuple
 
 from qtrain.kernels.gemm.low_rank_mm import LARGEST_RANK
@@ -76,7 +75,6 @@ def adapter_passes(scheme: LowBitScheme | None, columns: int) -> float:
     return 0.0 if columns <= LARGEST_RANK and all(adds_low_rank(*formats) for formats in gemms) else 2.0
 
 
-@functools.cache  # a plan asks for every linear, --fit auto for hundreds of plans
 def linear_bytes(
     scheme: LowBitScheme | None, element: int, columns: int, adapted: bool, in_full: bool, reads_codes: bool
 ) -> LinearBytes:
