@@ -82,6 +82,11 @@ class TrainedPart:
         """Bytes of the trained parameters, and of their gradients."""
         return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Those of experts among them."""
+        return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes if group.experts)
+
     def on_rank(self, ranks: int) -> "TrainedPart":
         """The same on a rank that has 1 / `ranks` of the experts."""
 

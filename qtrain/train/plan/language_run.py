@@ -194,8 +194,12 @@ class LanguageRun:
         def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
             """Of experts and of all others. whole: the share of what is not sharded."""
             experts, others = ([s for s in chosen if s.experts == kind] for kind in (True, False))
-            own = whole if _is_whole(mesh) else fullest_share(experts, mesh.expert_mesh.shard, needs_whole)
-            return own, fullest_share(others, mesh.shard, needs_whole)
+            # Where none of a kind trains, frozen weights are sharded evenly all the same.
+            own, of_others = (
+                fullest_share(kind, shards, needs_whole) if kind else 1 / shards
+                for kind, shards in ((experts, mesh.expert_mesh.shard), (others, mesh.shard))
+            )
+            return whole if _is_whole(mesh) else own, of_others
 
         def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
             if mesh.expert_mesh is None:
