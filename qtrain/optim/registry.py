@@ -17,13 +17,14 @@ from qtrain.optim.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`. stored: in low bits. on_host: in host
-    memory, as their gradients."""
+    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`. experts: stacked matrices of experts.
+    stored: in low bits. on_host: in host memory, as their gradients."""
 
     shape: tuple[int, ...]
     count: int = 1
     hidden: bool = False
     parts: tuple[int, ...] = ()
+    experts: bool = False
     stored: bool = False
     on_host: bool = False
 

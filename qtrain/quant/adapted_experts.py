@@ -8,10 +8,11 @@ kernels take rows in multiples of 16 bytes.
 
 One autograd function computes both linears. An adapter reads rows in high precision, so the sorted rows of x are in
 memory while they are multiplied. Backward keeps x, the output of gate_up and the rows times A; the sorted rows and the
-activation, as large as all routes, are computed again. Base weights have no gradient.
+activation, as large as all routes, are computed again. Base weights have no gradient. Where ranks hold some of the
+experts each, tokens of the others are gathered in forward and again in backward, which keeps those of the rank alone.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,29 @@ class AdaptedExperts(NamedTuple):
     b: Tensor | None = None
     scale: float = 1.0
     dropout: float = 0.0
+
+
+class TokenExchange(Protocol):
+    """How ranks that hold some of the experts each see the tokens of all."""
+
+    def gather(self, t: Tensor) -> Tensor:
+        """t [T, ...] of every rank -> [ranks * T, ...]."""
+
+    def sum_own(self, t: Tensor) -> Tensor:
+        """The inverse, of terms that every rank has: t [ranks * T, ...] -> the sums of this rank's tokens [T, ...]."""
+
+
+class _OneRank:
+    """The exchange of a process that holds all experts."""
+
+    def gather(self, t: Tensor) -> Tensor:
+        return t
+
+    def sum_own(self, t: Tensor) -> Tensor:
+        return t
+
+
+ONE_RANK = _OneRank()
 
 
 class AdaptedArguments(NamedTuple):
@@ -152,7 +176,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
     """`adapted_experts_mlp`; the arguments of each linear with `groups`, the rows of each expert."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd sees tensors that are arguments alone
         ctx,
         x: Tensor,  # [T, C]
         weights: Tensor,  # fp32 [T, k]
@@ -165,9 +189,11 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         up: AdaptedArguments,
         down: AdaptedArguments,
         memory: MLPMemory,
+        exchange: TokenExchange,
     ) -> Tensor:
         groups, up_part, down_part = up.linear.groups, up.linear.weight, down.linear.weight
-        rows = gather_rows(x, groups.token_of_row)
+        weights = exchange.gather(weights)
+        rows = gather_rows(exchange.gather(x), groups.token_of_row)
         gate_up, up_kept = _forward(rows, codes_or(up_part.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
         h = activation(gate_up, None)  # [R, I]; not saved: backward computes it again from gate_up
         y, down_kept = _forward(h, codes_or(down_part.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
@@ -175,24 +201,25 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         x_kept = None if a_up is None else x
         gate_up = kept_gate_up(gate_up)[0] if memory.gate_up_8bit else gate_up
         save_operands(ctx, *columns, x_kept, gate_up, *up_kept, *down_kept, a_up, b_up, a_down, b_down)
-        ctx.memory, ctx.weights, ctx.up, ctx.down = (
+        ctx.memory, ctx.exchange, ctx.weights, ctx.up, ctx.down = (
             memory,
+            exchange,
             weights,
             *(adapted._replace(linear=adapted.linear._replace(weight=None)) for adapted in (up, down)),
         )
-        return combine_rows(y, weights, groups.row_of_topk)
+        return exchange.sum_own(combine_rows(y, weights, groups.row_of_topk))
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         w_up, w_down, x, gate_up, *kept, a_up, b_up, a_down, b_down = saved_operands(ctx)
-        up, down, weights = ctx.up, ctx.down, ctx.weights
+        up, down, weights, exchange = ctx.up, ctx.down, ctx.weights, ctx.exchange
         if ctx.memory.gate_up_8bit:
             gate_up = restored_gate_up(gate_up, dout.dtype)
         groups, (needs_dx, needs_dweights) = up.linear.groups, ctx.needs_input_grad[:2]
         up_part = down_part = AdapterGradients()
         dx = dweights = None
         kept_up, kept_down = SavedRows(*kept[:2]), SavedRows(*kept[2:])
-        dy = gather_rows(dout, groups.token_of_row, weights_of_rows(weights, groups))
+        dy = gather_rows(exchange.gather(dout), groups.token_of_row, weights_of_rows(weights, groups))
         adapters = _adapters(a_down, b_down, down, dy.dtype)
         if adapters is not None:
             down_part = _adapters_backward(dy, activation(gate_up, None), adapters, kept_down, down)
@@ -203,13 +230,15 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)
             if needs_dweights:
-                dweights = route_weight_grad(dots, weights, groups.row_of_topk)
+                dweights = exchange.sum_own(route_weight_grad(dots, weights, groups.row_of_topk))
             if adapters is not None:
-                up_part = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
+                rows = gather_rows(exchange.gather(x), groups.token_of_row)
+                up_part = _adapters_backward(dgate_up, rows, adapters, kept_up, up)
+                del rows  # [R, C], before their gradient is allocated
             if needs_dx:
                 drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
-                dx = combine_rows(drows, None, groups.row_of_topk)
-        return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None, None
+                dx = exchange.sum_own(combine_rows(drows, None, groups.row_of_topk))
+        return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None, None, None
 
 
 def adapted_experts_mlp(
@@ -222,6 +251,19 @@ def adapted_experts_mlp(
 ) -> Tensor:
     """`experts_mlp` of frozen experts with adapters: x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
     groups = group_rows(experts, down.linear.weight.shape[0] // x.shape[1])
+    return apply_adapted_experts(gate_up, down, x, weights, groups, memory)
+
+
+def apply_adapted_experts(
+    gate_up: AdaptedExperts,
+    down: AdaptedExperts,
+    x: Tensor,
+    weights: Tensor,
+    groups: TokenPermutation,
+    memory: MLPMemory = KEEP_ALL,
+    exchange: TokenExchange = ONE_RANK,
+) -> Tensor:
+    """The same for the rows `groups`, of the tokens that `exchange` gathers."""
     up_arguments, down_arguments = (
         AdaptedArguments(linear_arguments(adapted.linear)._replace(groups=groups), adapted.scale, adapted.dropout)
         for adapted in (gate_up, down)
@@ -238,4 +280,5 @@ def adapted_experts_mlp(
         up_arguments,
         down_arguments,
         memory,
+        exchange,
     )

@@ -89,5 +89,8 @@ class Parts(Protocol):
     def partition(self, name: str) -> Partition | None:
         """The part of the parameter `name` that this process holds; None: all of it."""
 
+    def with_adapters(self, rank: int) -> "Parts":
+        """The same for a model whose experts have adapters of this rank."""
+
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each process computes a term of the gradient of a parameter that all have."""

@@ -36,6 +36,7 @@ from qtrain.quant.adapted_linear import Adapted, AdapterModule, adapted_linear
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.merged_linear import Adapter, Merge, MergedLinear, merge_key, merged_linear
+from qtrain.tensors.partition import Partition
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 ALL = "all-linear"
@@ -289,16 +290,32 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
         if EXPERT_TARGETS[own] in targets:
             hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
             assert isinstance(model, Decoder)
-            base, count = _linear(model, name), model.config.mixture.experts
-            linear = LoraExperts(base, count, hf_name, fused, lora.r, lora.scale, lora.dropout)
-            _initialize(linear.lora_a.weight, seed, hf_name)
+            linear = _adapted_experts(model, name, hf_name, fused, lora)
+            _initialize(linear.lora_a.weight, seed, hf_name, model.partition(f"{name}.lora_a.weight"))
             added.append(_replace(model, name, linear))
     return added
 
 
-def _initialize(a: Tensor, seed: int, hf_name: str) -> None:
+def _adapted_experts(model: Decoder, name: str, hf_name: str, fused: list[Projection], lora: Lora) -> LoraExperts:
+    """fused: of every expert, of which this process may have some."""
+    base, experts, part = _linear(model, name), model.config.mixture.experts, model.partition(f"{name}.weight")
+    count, (start, stop) = experts, (0, fused[-1].stop) if part is None else part.ranges[0]
+    if part is not None and model.parts is not None:
+        count = experts * part.length // part.full
+        model.parts = model.parts.with_adapters(lora.r)
+    own = [dataclasses.replace(p, start=p.start - start, stop=p.stop - start) for p in fused if start <= p.start < stop]
+    return LoraExperts(base, count, experts, hf_name, own, lora.r, lora.scale, lora.dropout)
+
+
+def _initialize(a: Tensor, seed: int, hf_name: str, part: Partition | None = None) -> None:
+    """part: what `a` is of the A that is drawn."""
+    drawn = a if part is None else a.new_empty(part.full_shape(a.shape))
     # With a = √5 the bound is 1/√K, as of nn.Linear's own weights.
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=named_generator(seed, f"{hf_name}.lora_A", a.device))
+    generator = named_generator(seed, f"{hf_name}.lora_A", a.device)
+    with torch.no_grad():
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        if part is not None:
+            a.copy_(part.take(drawn))
 
 
 def _replace(model: nn.Module, name: str, linear: LoraLinear | LoraExperts) -> LoraLinear | LoraExperts:
@@ -311,7 +328,9 @@ def lora_linears(model: nn.Module) -> dict[str, LoraLinear | LoraExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def merge_lora(model: nn.Module) -> None:
-    """Replace every adapted linear by the equivalent plain one."""
+def merge_lora(model: nn.Module, *, experts_only: bool = False) -> None:
+    """Replace every adapted linear by the equivalent plain one; experts_only: those of experts, of which other
+    processes have other ones."""
     for name, linear in lora_linears(model).items():
-        model.set_submodule(name, linear.merged())
+        if isinstance(linear, LoraExperts) or not experts_only:
+            model.set_submodule(name, linear.merged())

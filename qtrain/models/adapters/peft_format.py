@@ -3,8 +3,9 @@ adapter_model.safetensors."""
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,46 +19,89 @@ from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
+from qtrain.tensors.partition import Partition
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _EXPERT_SUFFIXES = (".gate_proj", ".up_proj", ".down_proj")
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' parameters under PEFT's names; those of experts as views of their elements in its order."""
-    found: dict[str, Tensor] = {}
-    linears = lora_linears(model).values()
-    for linear in linears:
+class AdapterTensor(NamedTuple):
+    """A parameter of the adapters; of experts a view of its elements in PEFT's order."""
+
+    tensor: Tensor
+    part: Partition | None = None
+    """Which part this process has; None: all."""
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """That of the whole in a file: B of experts is a matrix [N, r * E]."""
+        shape = self.tensor.shape if self.part is None else self.part.full_shape(self.tensor.shape)
+        return (shape[0], shape[1:].numel()) if len(shape) == 3 else tuple(shape)
+
+    def own(self, saved: Tensor) -> Tensor:
+        """What this process has of the tensor in a file."""
+        if self.part is None:
+            return saved.reshape(self.tensor.shape)
+        return self.part.take(saved.reshape(self.part.full_shape(self.tensor.shape)))
+
+    def whole(self, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """The tensor of all processes, each of which calls it."""
+        if self.part is None:
+            return self.tensor
+        return gather(self.tensor.movedim(self.part.dim, 0)).movedim(0, self.part.dim)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, AdapterTensor]:
+    """The adapters' parameters under PEFT's names."""
+    found: dict[str, AdapterTensor] = {}
+    linears = lora_linears(model)
+    for linear in linears.values():
         if isinstance(linear, LoraExperts):
             continue
         for projection, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
-            found[f"{PREFIX}{projection.hf_name}.lora_A.weight"] = a
-            found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = b
+            found[f"{PREFIX}{projection.hf_name}.lora_A.weight"] = AdapterTensor(a)
+            found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = AdapterTensor(b)
         for projection, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
-            found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = magnitude
-    by_name = {linear.hf_name: linear for linear in linears if isinstance(linear, LoraExperts)}
-    for name, linear in by_name.items():
+            found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = AdapterTensor(magnitude)
+    by_name = {m.hf_name: (own, m) for own, m in linears.items() if isinstance(m, LoraExperts)}
+    for name, (own_name, linear) in by_name.items():
         owner, _, own = name.rpartition(".")
         # Of two wrappers of one module the inner one is that of gate_up_proj.
         inner = own == "gate_up_proj" and f"{owner}.down_proj" in by_name
         prefix = f"{PREFIX}{owner}.base_layer" if inner else f"{PREFIX}{owner}"
-        found[f"{prefix}.lora_A.weight"] = linear.lora_a.weight
+        assert isinstance(model, Decoder)
+        part = model.partition(f"{own_name}.lora_a.weight")
+        found[f"{prefix}.lora_A.weight"] = AdapterTensor(linear.lora_a.weight, part)
         by_expert = linear.lora_b.weight.unflatten(0, (linear.groups, -1))  # [E, N, r]
         # [N, r, E]: in PEFT's matrix [N, r * E] the columns of one expert are E apart.
-        found[f"{prefix}.lora_B.weight"] = by_expert.permute(1, 2, 0)
+        if part is not None:  # each expert has `rank` rows of A
+            ranges = tuple((start // linear.rank, stop // linear.rank) for start, stop in part.ranges)
+            part = Partition(2, part.full // linear.rank, ranges)
+        found[f"{prefix}.lora_B.weight"] = AdapterTensor(by_expert.permute(1, 2, 0), part)
     return found
 
 
-def _saved_shape(t: Tensor) -> tuple[int, ...]:
-    """That of a tensor of `adapter_tensors` in a file: B of experts is a matrix [N, r * E]."""
-    return (t.shape[0], t[0].numel()) if t.ndim == 3 else tuple(t.shape)
-
-
-def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) -> None:
-    """Write the adapters into `folder`. base: the model that they adapt, a hub id or a folder."""
+def save_adapter(
+    model: nn.Module,
+    lora: Lora,
+    base: str,
+    folder: Path | str,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    *,
+    writes: bool = True,
+) -> None:
+    """Write the adapters into `folder`. base: the model that they adapt, a hub id or a folder. gather: the rows of all
+    processes that have some of the experts, each of which calls this; writes: whether this one does."""
     from safetensors.torch import save_file
 
+    tensors = {
+        name: (found.tensor if gather is None else found.whole(gather)).detach().to("cpu", copy=True)
+        for name, found in adapter_tensors(model).items()
+        if writes or found.part is not None
+    }
+    if not writes:
+        return
     folder = Path(folder)
     names = [p.hf_name for m in lora_linears(model).values() if isinstance(m, LoraLinear) for p in m.adapted]
     experts = [name for name in EXPERT_TARGETS.values() if name in lora.names]
@@ -82,10 +126,8 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    tensors = {
-        name: t.detach().to("cpu", copy=True).reshape(_saved_shape(t)).contiguous()
-        for name, t in adapter_tensors(model).items()
-    }
+    shapes = {name: found.saved_shape for name, found in adapter_tensors(model).items()}
+    tensors = {name: t.reshape(shapes[name]).contiguous() for name, t in tensors.items()}
     with writing_export(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -163,14 +205,14 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora", base: str 
         what = "has no place in this model" if name in saved else "is missing"
         raise UserError(f"{where}: {folder} is an adapter of another model: {name} {what}.")
     for name, target in wanted.items():
-        if saved[name].shape != _saved_shape(target):
-            shapes = f"{list(saved[name].shape)}, here it is {list(_saved_shape(target))}"
+        if saved[name].shape != target.saved_shape:
+            shapes = f"{list(saved[name].shape)}, here it is {list(target.saved_shape)}"
             raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
         if not saved[name].is_floating_point():
             kind = str(saved[name].dtype).removeprefix("torch.")
             raise UserError(f"{where}: {folder}: {name} is stored as {kind}; only floating-point weights load.")
         refuse_nonfinite(f"{where} ({folder})", name, saved[name])
-        target.copy_(saved[name].reshape(target.shape))
+        target.tensor.copy_(target.own(saved[name]))
     own = read_json(path.with_name(CONFIG), where).get("base_model_name_or_path")
     if base is not None and own and own != base:
         print(f"{where}: {folder} was trained on {shown(own)}; here it is added to --model {base}")

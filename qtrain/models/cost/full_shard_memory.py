@@ -46,8 +46,10 @@ def full_shard_memory(
     layer = trained.bytes / layers if trained.adapters else element * layer_weights(config).largest
     embedding, head = trained.ends(config)
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
-    # What adapters train in layers; one process, which has frozen layers in host memory, keeps all of it.
-    in_full = trained.bytes if trained.adapters and share.states < 1 else 0
+    # What adapters train in layers, without those of experts that no other rank has, which stay; one process, which
+    # has frozen layers in host memory, keeps all of it.
+    in_full = trained.bytes - (trained.expert_bytes if share.experts is None else 0)
+    in_full *= bool(trained.adapters) and share.states < 1
     sharded = [name for name in layer_linears(config) if share.linear(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, sharded)
     # An embedding and a head of their own are sharded too.

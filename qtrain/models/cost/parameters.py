@@ -57,12 +57,13 @@ class ParameterCount:
 
 class ParameterGroup(NamedTuple):
     """`count` parameters of one shape. hidden: they are matrices of hidden layers; parts: rows of the projections fused
-    in each, () for a single one."""
+    in each, () for a single one; experts: they are stacked matrices of experts, which --ep shards."""
 
     shape: tuple[int, ...]
     count: int = 1
     hidden: bool = False
     parts: tuple[int, ...] = ()
+    experts: bool = False
 
 
 class LayerLinear(NamedTuple):
@@ -120,11 +121,6 @@ def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
         if mixture.shared_width:
             found |= _mlp_linears("shared.", config.hidden_size, mixture.shared_width, routed)
     return found
-
-
-def expert_shapes(config: ModelConfig) -> set[tuple[int, ...]]:
-    """Of a layer's weights of experts."""
-    return {n.shape for name, n in layer_linears(config).items() if name.startswith("experts.")}
 
 
 class LayerWeights(NamedTuple):
@@ -215,7 +211,10 @@ def _router_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 def parameter_shapes(config: ModelConfig) -> list[ParameterGroup]:
     """All parameters. Biases and norms are one entry, as a vector."""
-    matrices = [ParameterGroup(n.shape, n.layers, True, n.parts) for n in layer_linears(config).values()]
+    matrices = [
+        ParameterGroup(n.shape, n.layers, True, n.parts, name.startswith("experts."))
+        for name, n in layer_linears(config).items()
+    ]
     routed = len(config.moe_layers)
     routers = [ParameterGroup(shape, routed, True) for shape in _router_shapes(config)]
     # `other` has routers too, which are matrices of their own here.

@@ -82,6 +82,21 @@ class TrainedPart:
         """Bytes of the trained parameters, and of their gradients."""
         return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Those of experts among them."""
+        return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes if group.experts)
+
+    def on_rank(self, ranks: int) -> "TrainedPart":
+        """The same on a rank that has 1 / `ranks` of the experts."""
+
+        def own(group: ParameterGroup) -> ParameterGroup:
+            rows, *rest = group.shape
+            return group._replace(shape=(rows // ranks, *rest), parts=group.parts[: len(group.parts) // ranks])
+
+        shapes = [own(group) if group.experts else group for group in self.shapes]
+        return dataclasses.replace(self, shapes=shapes)
+
     def added_bytes(self, element: int) -> int:
         """Bytes that adapters add to a model of this element size: themselves, their copies in its dtype, and with DoRA
         the norms of the frozen rows."""
@@ -187,6 +202,6 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
             adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, lora.r, n.layers, n.active))
             for size, columns in ((lora.r, n.in_features), (n.out_features, lora.r)):
                 shape, parts = (n.groups * size, columns), (size,) * n.groups
-                shapes.append(ParameterGroup(shape, n.layers, True, parts))
+                shapes.append(ParameterGroup(shape, n.layers, True, parts, experts=True))
     in_linears = not lora.dropout and lora.merge_format is None
     return TrainedPart(shapes, 4, False, tuple(adapters), lora.dora, bool(lora.dropout), in_linears)

@@ -20,14 +20,16 @@ EXPERT_TARGETS = {"gate_up": "experts.gate_up_proj", "down_proj": "experts.down_
 class LoraExperts(nn.Module):
     """A linear of E experts with adapters, which `Experts` computes. `weight` is the base's.
 
-    hf_name: of the parameter in transformers, model.layers.0.mlp.experts.gate_up_proj. adapted: every projection of
-    every expert under its name in a checkpoint.
+    groups: E, those that this process holds; experts: of the model. hf_name: of the parameter in transformers,
+    model.layers.0.mlp.experts.gate_up_proj. adapted: every projection of each of the E experts under its name in a
+    checkpoint.
     """
 
     def __init__(
         self,
         base: GroupedLinear | LowBitLinear,
         groups: int,
+        experts: int,
         hf_name: str,
         adapted: list[Projection],
         rank: int,
@@ -41,8 +43,8 @@ class LoraExperts(nn.Module):
         rows = base.out_features // groups
         self.lora_a = _matrices(groups, base.in_features, rank, base.weight.device)
         self.lora_b = _matrices(groups, rank, rows, base.weight.device)
-        # `parameter_groups` reads it.
-        self.projections = {"lora_a": [rank] * groups, "lora_b": [rows] * groups}
+        # `parameter_groups` reads it: of all experts, as that of `Experts`.
+        self.projections = {"lora_a": [rank] * experts, "lora_b": [rows] * experts}
 
     @property
     def weight(self) -> Tensor:

@@ -43,12 +43,18 @@ class Experts(nn.Module):
         linears = self.gate_up, self.down_proj
         if any(isinstance(linear, LoraExperts) for linear in linears):
             gate_up, down = (m.arguments() if isinstance(m, LoraExperts) else AdaptedExperts(m) for m in linears)
-            return adapted_experts_mlp(gate_up, down, x, experts, weights, self.memory)
+            return self.compute_adapted(gate_up, down, x, experts, weights)
         return self.compute(x, experts, weights)
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`forward` without adapters."""
         return experts_mlp(self.gate_up, self.down_proj, x, experts, weights, self.memory)
+
+    def compute_adapted(
+        self, gate_up: AdaptedExperts, down: AdaptedExperts, x: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """`forward` with adapters on one of the linears, or both."""
+        return adapted_experts_mlp(gate_up, down, x, experts, weights, self.memory)
 
 
 class MoE(nn.Module):

@@ -247,7 +247,11 @@ def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -
     """The plan's line on what ranks send each other for their experts."""
     inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
     codes = sum(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
-    how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
+    how = (
+        "as codes (with --deterministic, or adapters of experts, in the model's dtype)"
+        if codes
+        else "in the model's dtype"
+    )
     how += f" in {codes} of {len(inputs)} layers" * (0 < codes < len(inputs))
     return (
         f"experts {experts // ranks} of {experts} on each process; tokens are gathered "

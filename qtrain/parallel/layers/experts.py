@@ -13,9 +13,12 @@ the host reads nothing back. Else they are those of `group_rows_of`, which grow 
                add zeros, and the tokens' own rank adds the k routes. Gradients of weights are kept for each rank's
                tokens (`EPExperts.terms`). Then everything is what that process computes, bit for bit, at k times the
                bytes.
+
+Experts with adapters are added (`quant/adapted_experts.py`); tokens are gathered in x's dtype, which adapters read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +31,7 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex, gather_r
 from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
+from qtrain.quant.adapted_experts import AdaptedExperts, apply_adapted_experts
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.execute import quantize_operands
 from qtrain.quant.high_precision import linear_arguments
@@ -74,10 +78,43 @@ class EPExperts(Experts):
             torch.is_grad_enabled(),
         )
 
+    def compute_adapted(
+        self, gate_up: AdaptedExperts, down: AdaptedExperts, x: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        apply = _apply_adapted if self.every_routing else _apply_adapted_uncompiled
+        return apply(self, gate_up, down, x, experts, weights)
+
 
 @torch.compiler.disable  # sizes that the host reads have no place in a graph
 def _apply_uncompiled(*arguments) -> Tensor:
     return ParallelExpertsFunction.apply(*arguments)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of all ranks, for experts with adapters."""
+
+    group: RankGroup
+
+    def gather(self, t: Tensor) -> Tensor:
+        return self.group.all_gather_no_grad(t)
+
+    def sum_own(self, t: Tensor) -> Tensor:
+        return self.group.reduce_scatter_no_grad(t)
+
+
+def _apply_adapted(
+    own: EPExperts, gate_up: AdaptedExperts, down: AdaptedExperts, x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    group, count = own.group, down.linear.weight.shape[0] // x.shape[1]
+    routes = group.all_gather_no_grad(experts.int(), ROUTES).long()
+    groups = group_rows_of(routes, count * group.ranks, group.rank * count, count, own.every_routing)
+    return apply_adapted_experts(gate_up, down, x, weights, groups, own.memory, _Tokens(group))
+
+
+@torch.compiler.disable  # as above
+def _apply_adapted_uncompiled(*arguments) -> Tensor:
+    return _apply_adapted(*arguments)
 
 
 class _Batch(NamedTuple):

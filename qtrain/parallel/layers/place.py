@@ -7,6 +7,8 @@
     expert     some of the experts
     (others)   every rank has all of it: norms, routers and shared experts
 
+Adapters of experts, and the weights under them, are of the kind of the experts' weights.
+
 A decoder is declared for one process, with full shapes on the meta device. `place` gives the parameters of TABLE their
 local shapes and replaces modules by their parallel kinds under the same names. Where a degree is 1 it replaces nothing,
 so that the compiler sees the same graph.
@@ -15,7 +17,7 @@ so that the compiler sees the same graph.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -83,6 +85,8 @@ class ModelParallel:
     """Whether the residual stream is sharded along tokens between the layers' parts (sequence parallelism)."""
     every_routing: bool = True
     """With --ep, whether a rank has rows for any routing (`EPExperts`)."""
+    adapter_rank: int = 0
+    """Of the adapters of experts."""
 
     @cached_property
     def vocabulary(self) -> list[tuple[int, int]]:
@@ -96,7 +100,7 @@ class ModelParallel:
 
     def kind(self, name: str) -> Kind | None:
         """How the parameter `name` is split; None: every rank has all of it."""
-        parent, module, _ = ["", "", *name.split(".")][-3:]  # layers.0.attn.qkv.weight -> attn, qkv
+        parent, module, _ = _path(name)
         kind = TABLE.get((parent, module))
         if self.experts_only and kind != "expert":
             return None
@@ -108,9 +112,10 @@ class ModelParallel:
         if kind is None:
             return None
         ranks, rank = self.group.ranks, self.group.rank
-        parent, module, own = ["", *name.split(".")][-3:]
+        parent, module, own = _path(name)
         if kind == "expert":
             rows = 2 * config.mixture.width if module == "gate_up" else config.hidden_size
+            rows = self.adapter_rank if name.endswith(".lora_a.weight") else rows
             return Partition.evenly(0, (config.mixture.experts * rows,), ranks, rank)
         if kind == "vocab":
             return Partition(0, config.vocab_size, (self.vocabulary[rank],))
@@ -125,6 +130,9 @@ class ModelParallel:
         }
         whole = config.q_size if parent == "attn" else config.intermediate_size
         return Partition.evenly(int(kind == "row"), sizes.get((parent, module), (whole,)), ranks, rank)
+
+    def with_adapters(self, rank: int) -> "ModelParallel":
+        return replace(self, adapter_rank=rank)
 
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
@@ -207,6 +215,16 @@ class ModelParallel:
             assert module.eps is not None
             return TPRMSNorm(module.weight.shape[0], module.eps, self.group)  # on meta, like everything
         return None
+
+
+def _path(name: str) -> tuple[str, str, str]:
+    """Of a parameter its module's parent, its module and its own name: layers.0.attn.qkv.weight -> attn, qkv, weight.
+    Of experts with adapters, experts.gate_up.lora_a.weight and experts.gate_up.base.weight -> those of gate_up."""
+    path = ["", "", *name.split(".")]
+    if path[-4:-3] == ["experts"]:
+        del path[-2]
+    parent, module, own = path[-3:]
+    return parent, module, own
 
 
 def shared_over(group: RankGroup) -> SharedLinear:

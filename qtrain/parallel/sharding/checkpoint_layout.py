@@ -190,11 +190,16 @@ def refuse_other_tp(saved_tp: int, inexact: list[str], tp: int, path: Any) -> No
 # ---- the export ------------------------------------------------------------------------------------------------------
 
 
+def holds_exported_part(mesh: Mesh) -> bool:
+    """Whether rank 0 gathers the part of the model that this rank has; else another rank has the same part."""
+    return mesh.model_group is not None and not (mesh.expert_mesh or mesh).dp_rank
+
+
 @torch.no_grad()
 def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
     on the others. Every rank calls it."""
-    if (mesh.expert_mesh or mesh).dp_rank:  # another rank has the same part
+    if not holds_exported_part(mesh):
         return None
     config, group, device = model.config, mesh.model_group, model.norm.weight.device
     assert isinstance(model.parts, ModelParallel) and group is not None, "one process has the whole model"

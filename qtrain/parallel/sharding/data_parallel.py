@@ -112,7 +112,7 @@ class DataParallel:
             self.parameters += shard_experts(_decoder(model), experts, *how, in_order=deterministic)
         elif moved:
             self.parameters.sort(key=lambda sharded: place[sharded.name])
-        self.frozen = shard_frozen(_matrices(model, units, train=False), mesh) if units else []
+        self.frozen = self._shard_frozen(model, _matrices(model, units, train=False)) if units else []
         """Weights of fully sharded units that do not train."""
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
         sharded_of = {id(s.parameter): s for s in self.parameters}
@@ -151,6 +151,26 @@ class DataParallel:
             units=units,
             reduce=lambda unit: self.after_unit(unit),
         )
+
+    def _shard_frozen(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> list[Sharded]:
+        """Frozen matrices of units; of experts over the ranks that hold the same ones. Those that no other rank holds
+        stay in full."""
+        expert_mesh = self.mesh.expert_mesh
+        if expert_mesh is None:
+            return shard_frozen(named, self.mesh)
+        split = {name for name, _ in named if _decoder(model).partition(name)}
+        experts = [(name, p) for name, p in named if name in split]
+        found = shard_frozen([(name, p) for name, p in named if name not in split], self.mesh)
+        if expert_mesh.shard > 1:
+            return found + shard_frozen(experts, expert_mesh)
+        for _, p in experts:
+            materialize(p)
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self._device
 
     @property
     def full_shard(self) -> FullShard | MaybeNone:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtrain.comm.ranks import rank
 from qtrain.core.config import as_dict
@@ -76,13 +76,21 @@ def export_paths(run: Run) -> dict[str, Path]:
 
 
 def finish_adapters(run: Run, lora: Lora, merge: bool) -> None:
-    """Write the adapters as PEFT has them, and with `merge` make them part of the weights."""
+    """Write the adapters as PEFT has them, and with `merge` make them part of the weights. Every rank that has a part
+    to export calls it."""
     assert isinstance(run.settings, LanguageSettings)
-    folder = run.folder.path / "adapter"
-    save_adapter(run.model, lora, run.settings.model, folder)
-    log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder)
+    folder, group, writes = run.folder.path / "adapter", run.parallel.mesh.model_group, rank() == 0
+    device = run.parallel.device
+
+    def gather(rows: Tensor) -> Tensor:
+        assert group is not None
+        return group.all_gather_no_grad(rows.to(device), "exported weights")
+
+    save_adapter(run.model, lora, run.settings.model, folder, gather if group is not None else None, writes=writes)
+    if writes:
+        log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder)
     if merge:
-        merge_lora(run.model)
+        merge_lora(run.model, experts_only=not writes)
 
 
 def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer | None) -> list[str]:
@@ -124,7 +132,7 @@ def export_run(
     """What --export, --lm_eval and --push_to_hub ask for at the end; all ranks call it. record: takes the results of
     --lm_eval; original: is written in place of the run's model; finish: as `merge` of `export_weights`."""
     settings = prepared.language
-    with export_weights(run, finish) as whole:
+    with export_weights(run, finish, gathers=settings.export) as whole:
         if whole is not None and settings.export:
             for line in write_exports(prepared, run, original or whole, tokenizer):
                 log.info("%s", line)

@@ -46,9 +46,11 @@ def plan_language_run(
     of_layers, counted = layer_linears(model_config), count_parameters(model_config)
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
     run = LanguageRun(checked, model_config, linears, trained, teacher)
+    own_trained = None if trained is None else trained.on_rank(settings.ep)
 
     def memory_on(mesh: Mesh, reshards: bool) -> Peak:
-        return replace(run, checked=replace(checked, mesh=mesh, reshards=reshards), config=own_config).memory().at_peak
+        on_mesh = replace(checked, mesh=mesh, reshards=reshards)
+        return replace(run, checked=on_mesh, config=own_config, trained=own_trained).memory().at_peak
 
     flops = flops if trained is None else trained.flops(flops)
     if teacher is not None:
@@ -70,7 +72,7 @@ def plan_language_run(
             run.step_shape,
             checked.geometry.gradient_accumulation,
             run.low_bit,
-            trained or all_of(own_config, checked.dtype.itemsize),
+            own_trained or all_of(own_config, checked.dtype.itemsize),
         ),
         traffic=functools.partial(language_traffic, run),
         resharding=settings.reshard_after_forward,

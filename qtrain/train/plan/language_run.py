@@ -11,7 +11,6 @@ from qtrain.models.cost.memory import MemoryEstimate, estimate_memory
 from qtrain.models.cost.parameters import (
     ParameterGroup,
     count_parameters,
-    expert_shapes,
     flops_per_token,
     layer_index,
     linear_key,
@@ -184,7 +183,7 @@ class LanguageRun:
     def _rank_share(self, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]) -> RankShare:
         """What the fullest rank holds; where one process has layers in host memory, nothing of them. codes_only:
         shapes of the weights of which ranks hold codes and a master."""
-        checked, of_experts = self.checked, expert_shapes(self.config)  # sharded over fewer ranks with --ep
+        checked = self.checked
         mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
         if checked.reshards and mesh.shard == 1:
             trained = 0.0 if "gradients" in checked.offload else 1.0
@@ -194,15 +193,19 @@ class LanguageRun:
 
         def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
             """Of experts and of all others. whole: the share of what is not sharded."""
-            experts, others = ([s for s in chosen if (s.shape in of_experts) == kind] for kind in (True, False))
-            own = whole if _is_whole(mesh) else fullest_share(experts, mesh.expert_mesh.shard, needs_whole)
-            return own, fullest_share(others, mesh.shard, needs_whole)
+            experts, others = ([s for s in chosen if s.experts == kind] for kind in (True, False))
+            # Where none of a kind trains, frozen weights are sharded evenly all the same.
+            own, of_others = (
+                fullest_share(kind, shards, needs_whole) if kind else 1 / shards
+                for kind, shards in ((experts, mesh.expert_mesh.shard), (others, mesh.shard))
+            )
+            return whole if _is_whole(mesh) else own, of_others
 
         def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
             if mesh.expert_mesh is None:
                 return fullest_share(chosen, mesh.shard, needs_whole)
             own, of_others = of_kinds(chosen, whole)
-            held = sum(s.elements * (own if s.shape in of_experts else of_others) for s in chosen)
+            held = sum(s.elements * (own if s.experts else of_others) for s in chosen)
             return held / max(sum(s.elements for s in chosen), 1)
 
         # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.

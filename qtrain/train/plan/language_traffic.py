@@ -1,11 +1,11 @@
 """What the ranks of a language model's run send each other, on any mesh."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, expert_shapes, linear_key
+from qtrain.models.cost.parameters import ParameterGroup, embedding_elements, linear_key
 from qtrain.models.cost.trained import all_of
 from qtrain.parallel.layers.context_parallel import exchanged_width
 from qtrain.parallel.layers.exchange import spanning_scales
@@ -69,11 +69,10 @@ def language_traffic(run: LanguageRun) -> Traffic:
         return replace(of(trained.shapes, alone, run.linears), group=group)
     if checked.settings.ep == 1:
         return of(trained.shapes, alone, run.linears)
-    of_experts = expert_shapes(model_config)
 
     def part(*, experts: bool) -> Traffic:
-        all_found: tuple[Sequence[Any], ...] = trained.shapes, alone, run.linears
-        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in all_found))
+        shapes = [group for group in trained.shapes if group.experts == experts]
+        return of(shapes, *([n for n in found if _is_experts(n) == experts] for found in (alone, run.linears)))
 
     experts = ExpertTraffic(
         part(experts=True),
@@ -82,6 +81,10 @@ def language_traffic(run: LanguageRun) -> Traffic:
         bytes_per_token=_routed_bytes(run),
     )
     return replace(part(experts=False), experts=experts)
+
+
+def _is_experts(linear: LinearChoice) -> bool:
+    return not linear.is_head and linear_key(linear.name).startswith("experts.")
 
 
 def _tensor_traffic(run: LanguageRun) -> GroupTraffic:
@@ -135,4 +138,10 @@ def _routed_bytes(run: LanguageRun) -> float:
     recomputed = bool({"block", "ffn"} & recompute_kinds(run.settings))
     shape = run.config.hidden_size, run.config.mixture.per_token, run.checked.dtype.itemsize
     routed = [n.scheme for n in run.linears if not n.is_head and linear_key(n.name) == "experts.gate_up"]
-    return sum(routed_bytes_per_token(*shape, scheme, recomputed=recomputed) for scheme in routed) / len(routed)
+    adapted = {a.name for a in run.adapters if a.active is not None}
+    if adapted:  # by adapters, which read the tokens themselves
+        routed = [None]
+    bytes_of = functools.partial(
+        routed_bytes_per_token, *shape, recomputed=recomputed, again="experts.gate_up" in adapted
+    )
+    return sum(map(bytes_of, routed)) / len(routed)

@@ -34,7 +34,7 @@ from qtrain.train.plan.scheme_bytes import weight_bytes
 
 EXCHANGES_A_LAYER = 7
 """Collectives of an expert-parallel layer: routes, their weights, x and y; in backward dout, dx and the gradients of
-the routes' weights."""
+the routes' weights. Adapters of experts' gate_up gather x once more there."""
 EXCHANGES_A_HALF = 4
 """Collectives of --tp at attention, or the MLP: at its input and at its output, forward and backward. As many for
 embedding and head together: the output of the one, the input of the other."""
@@ -156,16 +156,17 @@ class Traffic:
 
 
 def routed_bytes_per_token(
-    width: int, per_token: int, element: int, scheme: LowBitScheme | None, *, recomputed: bool
+    width: int, per_token: int, element: int, scheme: LowBitScheme | None, *, recomputed: bool, again: bool = False
 ) -> float:
-    """`ExpertTraffic.bytes_per_token`. scheme: of gate_up; recomputed: the forward pass runs twice."""
+    """`ExpertTraffic.bytes_per_token`. scheme: of gate_up, None if x is gathered in the model's dtype; recomputed: the
+    forward pass runs twice; again: backward gathers x too."""
     codes = scheme is not None and gathers_routed_codes(scheme)
     # The forward pass gathers x, as codes where the scheme allows it, and reduces y; backward gathers dout and reduces
     # dx, both in the model's dtype.
     x = width * (1 / FORMATS[scheme.formats_of("x")[0].fmt].packing if codes else element)
     forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
     # dout and dx, and the fp32 gradient of each route's weight.
-    return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
+    return forward * (1 + recomputed) + (2 + again) * width * element + 4 * per_token
 
 
 def half_layer_bytes(

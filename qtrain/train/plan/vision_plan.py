@@ -62,7 +62,7 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
     stored = {linear.name + ".weight" for linear in linears if linear.stored}
     kept_in_low_bits = {id(p) for name, p in model.named_parameters() if name in stored}
     shapes = [
-        ParameterShape(tuple(p.shape), 1, group["hidden"], group["parts"], id(p) in kept_in_low_bits)
+        ParameterShape(tuple(p.shape), 1, group["hidden"], group["parts"], stored=id(p) in kept_in_low_bits)
         for group in parameter_groups(model, 0.0)
         for p in group["params"]
     ]

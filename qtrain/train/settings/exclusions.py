@@ -616,8 +616,10 @@ RUN_EXCLUSIONS = (
     Exclusion("--ep", "models of timm", _with("ep", _timm), "{ep}, but models of timm have no experts", LEAVE),
     Exclusion("--ep", "--model_impl hf", _with("ep", _transformers),
         "{ep}, but only qtrain's own decoder has expert parallelism", "; use --model_impl native, or leave it out"),
-    Exclusion("--ep", "--lora of experts", _with("ep", lambda o: o.lora and o.lora.expert_targets),
-        "{ep}, but adapters of experts (--lora.targets) are not divided among ranks", "; leave them, or --ep, out"),
+    Exclusion("--ep", "--deterministic --lora of experts",
+        _with("ep", lambda o: o.settings.deterministic and o.lora and o.lora.expert_targets),
+        "{ep}, but ranks add the gradients of experts' adapters (--lora.targets) for the tokens of all at once, in no "
+        "order of micro-batches", "; leave --deterministic or --ep out"),
     Exclusion("--ep", "--lora that merges elsewhere",
         _with("ep", lambda o: o.lora and (o.lora.merge != "trained" or o.lora.merge_format)),
         "{ep}, but then adapters are merged with the weights that they train on",

@@ -4,7 +4,7 @@ A position in the data means nothing in other files, and the same --model (and -
 the frozen weights again. A checkpoint holds fingerprints of all, so that a run is not resumed on other ones unnoticed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from qtrain.core.checksums import sampled_checksums
 from qtrain.core.errors import UserError
 from qtrain.parallel.sharding.shards import as_bytes, as_shard
 from qtrain.tensors.partition import Partition
-from qtrain.train.state.state_dict import Master, itself, model_tensors
+from qtrain.train.state.state_dict import Master, clean_name, itself, model_tensors
 
 # ---- training files -------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,8 @@ def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master
     frozen = model_tensors(model, trains=False, master=master)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
     partition: Callable[[str], Partition | None] = getattr(model, "partition", lambda name: None)
-    splits = {name: None if group is None else partition(name) for name in frozen}
+    parameters = {clean_name(name) for name, _ in model.named_parameters()}
+    splits = {name: None if group is None else partition(_parameter(name, parameters)) for name in frozen}
     if sums and group is not None:
         # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
         parts = group.all_gather_no_grad(torch.stack(sums)[None])
@@ -83,6 +84,12 @@ def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master
         name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor, splits[name])} {total}"
         for (name, tensor), total in zip(frozen.items(), totals, strict=True)
     }
+
+
+def _parameter(name: str, parameters: Set[str]) -> str:
+    """The parameter that the entry `name` of `model_tensors` is of: of codes and scales the one that they store."""
+    owner = name.rpartition(".")[0]
+    return owner if owner in parameters else name
 
 
 def _shape(tensor: Tensor, split: Partition | None) -> list[int]:

@@ -13,7 +13,7 @@ from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharding.checkpoint_layout import gather_whole_model
+from qtrain.parallel.sharding.checkpoint_layout import gather_whole_model, holds_exported_part
 from qtrain.parallel.sharding.data_parallel import DataParallel, Gradients
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.train.log.step_clock import StepClock
@@ -132,19 +132,23 @@ def eval_weights(
 
 
 @contextlib.contextmanager
-def export_weights(run: Run, merge: Callable[[], None] | None = None) -> Iterator[nn.Module | MaybeNone]:
+def export_weights(
+    run: Run, merge: Callable[[], None] | None = None, *, gathers: bool = True
+) -> Iterator[nn.Module | MaybeNone]:
     """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
-    that writes, where ranks have parts of it the whole one; None on the others. merge: called on that rank before its
-    parts and the others' are put together, to merge adapters."""
+    that writes, where ranks have parts of it the whole one, or with gathers=False None; None on the others. merge:
+    called on that rank, and on those whose parts it gathers, before it does, to merge adapters."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
-        if merge is not None and rank() == 0:
+        mesh = run.parallel.mesh
+        writes = rank() == 0
+        if merge is not None and (writes or holds_exported_part(mesh)):
             merge()
-        if run.parallel.mesh.model_group is not None:
+        if mesh.model_group is not None:
             assert isinstance(run.model, Decoder)
-            yield gather_whole_model(run.model, run.parallel.mesh)
+            yield gather_whole_model(run.model, mesh) if gathers else None
         else:
-            yield run.model if rank() == 0 else None
+            yield run.model if writes else None
 
 
 @contextlib.contextmanager

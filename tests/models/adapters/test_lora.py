@@ -110,7 +110,7 @@ def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_pa
     lora = Lora(r=4, alpha=8, rslora=True, targets=("q_proj", "o_proj"))
     model = adapted(folder, lora)
     with torch.no_grad():
-        for tensor in adapter_tensors(model).values():
+        for tensor, _ in adapter_tensors(model).values():
             tensor.normal_()
     save_adapter(model, lora, "x", tmp_path / "adapter")
     again = as_lora({"adapter": str(tmp_path / "adapter"), "r": lora.r, "targets": ["q_proj", "o_proj"]})

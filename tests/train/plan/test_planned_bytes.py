@@ -105,6 +105,7 @@ def _on_mesh(
     shape = shape | MIXTURE if ep > 1 else shape
     config = ModelConfig.from_hf(shape)
     trained = only_adapters(config, lora) if lora else None
+    trained = trained.on_rank(ep) if trained else None
     planned = LanguageRun(checked, local_config(config, 1, ep), linears_of(checked, config), trained).memory()
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
@@ -189,6 +190,24 @@ def test_planned_bytes_of_a_rank_of_two(options, full_shard):
         assert max(weights) <= planned <= 1.08 * max(weights)
     else:
         assert planned == pytest.approx(max(weights), rel=0.02 if full_shard else 0.01)  # scales of small layers
+    assert states == pytest.approx(max(of_states), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("lora", "full_shard", "ranks", "ep"),
+    [
+        (Lora(r=16, base="int8", targets=("all-linear", *EXPERT_TARGETS.values())), False, 2, 2),
+        (Lora(r=16, base="nf4", targets=tuple(EXPERT_TARGETS.values())), False, 4, 2),
+        (Lora(r=16, base="nf4", targets=tuple(EXPERT_TARGETS.values())), True, 4, 2),
+        (Lora(r=16, base="int8", targets=("all-linear", *EXPERT_TARGETS.values())), True, 2, 2),
+    ],
+    ids=str,
+)
+def test_planned_bytes_of_adapters_of_divided_experts(lora, full_shard, ranks, ep):
+    """A rank has adapters of its own experts, and shares their states with the ranks that hold the same ones."""
+    found = run_ranks(ranks, _on_mesh, {}, full_shard, lora, ranks, ep)
+    (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
+    assert planned == pytest.approx(max(weights), rel=0.02)
     assert states == pytest.approx(max(of_states), rel=0.01)
 
 

@@ -19,6 +19,7 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.trained import only_adapters
+from qtrain.models.native.lora_experts import EXPERT_TARGETS
 from qtrain.optim import parameter_groups
 from qtrain.parallel.layers.context_parallel import ContextParallel
 from qtrain.parallel.layers.place import ModelParallel
@@ -268,3 +269,41 @@ def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quan
     # The last layer stays gathered between its forward and its backward pass.
     planned = (costs["weights of layers"].bytes - ends) * 3 / 4 + ends
     assert planned == pytest.approx(np.mean(layers), rel=0.03)
+
+
+def _sent_with_adapted_experts(lora: Lora, ep: int, checkpointing: str) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches."""
+    mesh, source = make_mesh(1, 4, "cpu", ep=ep), ModelSource("small", MIXTURE, "--model")
+    parts = ModelParallel(source.model_config(), mesh.expert_mesh.tp_group, experts_only=True)
+    model = build_model(source, dtype=torch.bfloat16, place=parts.place)
+    apply_recompute(model, RECOMPUTE_SETS[checkpointing])
+    quantized = quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
+    add_lora(model, lora, seed=0)
+    return _sent_in_a_step(model, quantized, DataParallel(model, quantized, mesh))
+
+
+@pytest.mark.parametrize(
+    ("lora", "ep", "checkpointing"),
+    [
+        (Lora(r=16, base="int8", targets=("all-linear", *EXPERT_TARGETS.values())), 2, "none"),
+        (Lora(r=16, base="nf4", targets=("q_proj", EXPERT_TARGETS["down_proj"])), 4, "full"),
+    ],
+    ids=str,
+)
+def test_the_planned_bytes_of_adapters_of_divided_experts_are_those_that_ranks_send(lora, ep, checkpointing):
+    found = run_ranks(4, _sent_with_adapted_experts, lora, ep, checkpointing)
+    config, scheme = ModelConfig.from_hf(MIXTURE), base_scheme(lora.base, "bf16")
+    options = {"batch_size": 16, "micro_batch_size": 2, "seq_len": 24, "activation_checkpointing": checkpointing}
+    settings = LanguageSettings(gpu="h200", dry_run=True, world_size=4, ep=ep, **options)
+    checked = checked_of(settings, scheme)
+    linears, hardware = linears_of(checked, config), planned_hardware(settings, checked.device)
+    plan = plan_language_run(checked, config, linears, hardware, only_adapters(config, lora)).world
+    costs = plan.step(plan.mesh).costs
+    kinds = {
+        "gradients": ("gradients",),
+        "weights": ("weights", "codes"),
+        "tokens of experts": ("activations", "activation codes", "routes"),
+    }
+    for what, names in kinds.items():
+        sent_by_ranks = [sum(of_rank.get(name, 0) for name in names) for of_rank in found]
+        assert costs[what].bytes == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what

@@ -407,7 +407,11 @@ CASES = {
     ),
     ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
     ("--ep", "--model_impl hf"): (PRETRAIN, {"ep": 2, "model_impl": "hf"}, {"model_impl": "native"}),
-    ("--ep", "--lora of experts"): (FINETUNE, {"ep": 2, "lora": EXPERTS}, {"lora": {}}),
+    ("--ep", "--deterministic --lora of experts"): (
+        FINETUNE,
+        {"ep": 2, "deterministic": True, "lora": EXPERTS},
+        {"deterministic": False},
+    ),
     ("--ep", "--lora that merges elsewhere"): (FINETUNE, {"ep": 2, "lora": {"merge": "original"}}, {"lora": {}}),
     ("--ep", "--seq_len_multiple"): (FINETUNE, {"ep": 2, "seq_len_multiple": 8}, {"seq_len_multiple": 0}),
     ("--ep", "--tp"): (PRETRAIN, {"ep": 2, "tp": 2}, {"tp": 1}),
