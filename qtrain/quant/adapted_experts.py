@@ -53,7 +53,7 @@ class AdaptedExperts(NamedTuple):
     dropout: float = 0.0
 
 
-class TokenExchange(Protocol):
+class TokensOfRanks(Protocol):
     """How ranks that hold some of the experts each see the tokens of all."""
 
     def gather(self, t: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         up: AdaptedArguments,
         down: AdaptedArguments,
         memory: MLPMemory,
-        exchange: TokenExchange,
+        exchange: TokensOfRanks,
     ) -> Tensor:
         groups, up_part, down_part = up.linear.groups, up.linear.weight, down.linear.weight
         weights = exchange.gather(weights)
@@ -261,7 +261,7 @@ def apply_adapted_experts(
     weights: Tensor,
     groups: TokenPermutation,
     memory: MLPMemory = KEEP_ALL,
-    exchange: TokenExchange = ONE_RANK,
+    exchange: TokensOfRanks = ONE_RANK,
 ) -> Tensor:
     """The same for the rows `groups`, of the tokens that `exchange` gathers."""
     up_arguments, down_arguments = (
