@@ -33,7 +33,7 @@ def test_groups_of_the_native_decoder():
         }
         quantize_linears(model, SCHEMES.make("int8", {}, "--quantize"), seed=0, head=model.lm_head)
 
-    known = {(shape, parts): count for shape, count, hidden, parts, _ in parameter_shapes(source.model_config()) if hidden}
+    known = {(g.shape, g.parts): g.count for g in parameter_shapes(source.model_config()) if g.hidden}
     built: dict = {}
     for group in parameter_groups(model, 0.1):
         for p in group["params"] if group["hidden"] else ():
