@@ -141,7 +141,7 @@ def _fastest(names: Sequence[str], run: Run) -> str:
 @cache
 def _choices() -> dict[str, str]:
     """This process's choices, and those that the file had at its start."""
-    return _read()
+    return _read(_file())
 
 
 @cache
@@ -150,10 +150,9 @@ def _shipped() -> dict[str, str]:
     return _read(SHIPPED / f"{_device_name()}.json")
 
 
-def _read(path: Path | None = None) -> dict[str, str]:
-    """Those of a file; None: the one of this machine."""
+def _read(path: Path) -> dict[str, str]:
     try:
-        found = json.loads((path or _file()).read_text())
+        found = json.loads(path.read_text())
         return {str(key): str(value) for key, value in found.items()}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -179,7 +178,8 @@ def kernels_checksum() -> int:
 def _save(choices: dict[str, str]) -> None:
     """Write the file atomically, with what other processes have added to it meanwhile; if the directory is not
     writable, the next run times again."""
-    path, choices = _file(), {**_read(), **choices}
+    path = _file()
+    choices = {**_read(path), **choices}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # tempfile's would be its owner's only

@@ -52,6 +52,11 @@ class GatheredMaster:
     def is_own_memory(self) -> bool:
         return self.in_place and all(t.is_contiguous() for t in plain_tensors(self.sharded.parameter))
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether it can pass through staging memory, as a single tensor."""
+        return not (self.is_own_memory or isinstance(self.sharded.parameter.data, StoredWeight))
+
     def empty(self) -> list[Tensor]:
         tensors = plain_tensors(self.sharded.parameter)
         if self.is_own_memory:
@@ -91,16 +96,11 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights", staging: Te
 
 def staging_size(items: Iterable[GatheredMaster]) -> int:
     """Of the largest of `items` that comes from the host to memory that is not its own."""
-    return max((item.bytes() for item in items if item.sharded.mesh.shard == 1 and _is_staged(item)), default=0)
-
-
-def _is_staged(item: Gathered) -> bool:
-    whole = isinstance(item, GatheredMaster) and not item.is_own_memory
-    return whole and not isinstance(item.sharded.parameter.data, StoredWeight)
+    return max((item.bytes() for item in items if item.sharded.mesh.shard == 1 and item.is_staged), default=0)
 
 
 def _copy_from_host(item: Gathered, staging: Tensor | None) -> None:
-    if staging is not None and _is_staged(item):
+    if staging is not None and isinstance(item, GatheredMaster) and item.is_staged:
         parameter = item.sharded.parameter
         full = [staging[: item.bytes()].view(parameter.dtype).view(parameter.shape)]
     else:
