@@ -17,7 +17,13 @@ from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.mx import quantize_mx
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_into, quantize_transposed
+from qtrain.kernels.quantize.operators import (
+    quantize,
+    quantize_dual,
+    quantize_dual_into,
+    quantize_into,
+    quantize_transposed,
+)
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 Pair = tuple[QuantizedTensor, QuantizedTensor]
@@ -50,9 +56,11 @@ def quantize_rows(
     power_of_two: bool,
     scale: Tensor | None = None,
     center: Tensor | None = None,
+    before: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """t [M, K] -> codes [M, K]. scale: of all of t, fp32 [1], if it is given; of binary codes together with the center,
-    fp32 [1]."""
+    fp32 [1]. before: codes and scales of t's previous value, whose memory is overwritten where a kernel can; not for
+    compiled code."""
     if FORMATS[fmt.fmt].signs:
         if scale is None:
             statistic = binary_statistic(t)
@@ -61,6 +69,9 @@ def quantize_rows(
         return QuantizedTensor(binary_codes(t, center), scale, fmt)
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, False)
+    if before is not None and scale is None:
+        memory = before.codes, before.scale
+        return QuantizedTensor(*quantize_into(memory, t, fmt.fmt, fmt.granularity, rounding, power_of_two), fmt)
     # A custom op may not return its input: the given scale comes back as a copy, and the original is kept.
     codes, used = quantize(t, fmt.fmt, fmt.granularity, rounding.row_key, rounding.role, power_of_two, scale)
     return QuantizedTensor(codes, used if scale is None else scale, fmt)

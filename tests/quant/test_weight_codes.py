@@ -79,6 +79,25 @@ def test_losses_and_gradients_are_those_of_two_layouts(name, gpu, monkeypatch):
     assert held[0] == 2 * held[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "delayed", "fp8_blockwise", "int8_blockwise", "switchback"])
+def test_codes_are_refreshed_in_their_own_memory(name):
+    linear = torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
+    model = torch.nn.Sequential(linear)
+    quantized = quantize_linears(model, scheme_of(name, IN_ONE[name]), seed=0, one_weight_layout=True)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    weight = model[0].weight.clone()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantized.refresh()
+    assert torch.cuda.max_memory_allocated() - before < weight.numel() / 8
+    codes = model[0].weight_codes.operands().rows
+    expected = quantize(weight, codes.format.fmt, codes.format.granularity)
+    assert torch.equal(codes.codes.view(torch.int8), expected[0].view(torch.int8))
+    assert torch.equal(codes.scale, expected[1])
+
+
 @pytest.mark.parametrize("base", ["int8", "fp8"])
 def test_of_a_frozen_base_too(base):
     found = [results(model_of(base_scheme(base, "bf16"), one, Lora(r=2))[0]) for one in (False, True)]

@@ -64,17 +64,23 @@ def _given(
 
 
 def _launch(
-    x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool, given: Tensor | None
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    rounding: Rounding,
+    power_of_two: bool,
+    given: Tensor | None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The fastest kernel for `quantize`."""
+    """The fastest kernel for `quantize`. out: memory for the result."""
     if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
-        return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
+        return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two, out=out)
     # Images of a convolution: a CTA per row would leave SMs idle, and loop over its row for long.
     few_long_rows = granularity == "rowwise" and x.shape[1] > 2 * LONGEST_ROW and x.shape[0] <= FEW_ROWS
     # A group along a row fits in registers: one read. Square blocks need a tile, given scales no maximum.
     if given is None and granularity in ("rowwise", "1x128", "1x32") and not few_long_rows:
-        return launch_rowwise(x, fmt, granularity, rounding, power_of_two)
-    return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given)
+        return launch_rowwise(x, fmt, granularity, rounding, power_of_two, out=out)
+    return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given, out=out)
 
 
 @operator("quantize", fake=lambda x, fmt, granularity: empty_codes(x, fmt, granularity))
@@ -98,6 +104,16 @@ def quantize(
         return codes, used if scale is None else used.clone()  # an op may not return one of its inputs
     x = x.contiguous()
     return _launch(x, fmt, granularity, rounding, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
+
+
+def quantize_into(
+    out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantize` with the results in `out` where a kernel runs. Not for compiled code."""
+    if not (x.is_contiguous() and out[0].is_contiguous() and _kernel_takes(x, rounding)):
+        return quantize(x, fmt, granularity, rounding.row_key, rounding.role, power_of_two)
+    given = _given(x, fmt, granularity, None, power_of_two)
+    return _launch(x, fmt, granularity, rounding, power_of_two, given, out)
 
 
 def _empty_quantize_transposed(x, fmt, granularity, groups):

@@ -100,16 +100,18 @@ def launch_rowwise(
     rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     *,
+    out: tuple[Tensor, Tensor] | None = None,
     elements: int = 4096,
     longest: int = LONGEST,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The kernels for `quantize_ref` at rowwise, 1x128 and 1x32. x contiguous, not empty; K % 8 == 0 with a key.
 
-    elements: least number per CTA; longest, chunk: LONGEST and CHUNK; tests pass smaller ones.
+    out: memory for the result. elements: least number per CTA; longest, chunk: LONGEST and CHUNK; tests pass smaller
+    ones.
     """
     (m, k), key, code = x.shape, rounding.row_key, encoding(fmt, x.device, power_of_two)
-    codes, scale = empty_codes(x, fmt, granularity)
+    codes, scale = empty_codes(x, fmt, granularity) if out is None else out
     width = group_shape(granularity, m, k)[1]
     # Whole rows, of which scales are 1-D, take 256 lanes at least: eight elements for each thread of a warp.
     block = triton.next_power_of_2(width) if scale.ndim == 2 else max(triton.next_power_of_2(width), 256)
@@ -203,11 +205,17 @@ def supports_rowwise_bf16x2(x: Tensor, fmt: str, granularity: str, stochastic: b
 
 
 def launch_rowwise_bf16x2(
-    x: Tensor, fmt: str, granularity: str, rounding: Rounding = NEAREST, power_of_two: bool = False
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    rounding: Rounding = NEAREST,
+    power_of_two: bool = False,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel for `quantize_ref`. x contiguous, not empty, `supports_rowwise_bf16x2`."""
+    """The kernel for `quantize_ref`. x contiguous, not empty, `supports_rowwise_bf16x2`. out: memory for the result."""
     (m, k), key = x.shape, rounding.row_key
-    codes, scale = empty_codes(x, fmt, granularity)
+    codes, scale = empty_codes(x, fmt, granularity) if out is None else out
     grouped = granularity == "1x128"  # a CTA's tile is one group of columns of several rows
     block, block_2 = (group_shape(granularity, m, k)[1] // 2, 0) if grouped else row_blocks(k // 2)
     # Short rows share a CTA; long ones get warps until a thread holds at most WORDS_PER_THREAD words.

@@ -240,9 +240,10 @@ def launch_tiled(
     *,
     groups: BlockGroups | None = None,
     tile: Tile | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """The kernels for `quantize_ref` and `quantize_transposed_ref`: a list of codes and scale of each granularity that
-    is given.
+    is given. out: memory for those of `granularity`.
 
     x contiguous, not empty; K % 8 == 0 with a key; two layouts are rounded the same way. scale, scale_t: given scales.
     amax: int32 [1] of zeros, receives the fp32 bits of x's absmax. groups: of rows with scales of their own along
@@ -274,7 +275,7 @@ def launch_tiled(
     if granularity:  # rows: [m, k] in tiles of (block_m, block_k)
         code = encoding(fmt, x.device, power_of_two)
         rows, strides = _layout(code, granularity, (m, k), (block_m, block_k), False)
-        codes, scale = empty_codes(x, fmt, granularity)
+        codes, scale = empty_codes(x, fmt, granularity) if out is None else out
     if granularity_t:  # columns: the transpose [k, m] in transposed tiles, described in coordinates of x
         code = encoding(fmt_t, x.device, power_of_two)
         columns, strides_t = _layout(code, granularity_t, (k, m), (block_k, block_m), True)

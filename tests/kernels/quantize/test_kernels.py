@@ -6,7 +6,14 @@ import torch
 from qtrain.kernels.numerics.formats import LINEAR_FORMATS
 from qtrain.kernels.numerics.philox import Rounding, random_bits_ref
 from qtrain.kernels.quantize.absmax import absmax_ref
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
+from qtrain.kernels.quantize import operators
+from qtrain.kernels.quantize.operators import (
+    quantize,
+    quantize_dual,
+    quantize_dual_delayed,
+    quantize_into,
+    quantize_transposed,
+)
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
@@ -167,6 +174,41 @@ def test_given_and_ternary_in_the_interpreter():
     check_given(x, "e4m3", "e5m2", None)
     check_given(x, "int8", "int8", KEY)
     check_ternary(x, "rowwise", KEY)
+
+
+def check_into(x, fmt, granularity, key):
+    expected = quantize_ref(x, fmt, granularity, noise(x, key))
+    out = torch.full_like(expected[0].view(torch.int8), 7).view(expected[0].dtype), torch.full_like(expected[1], -1)
+    found = quantize_into(out, x, fmt, granularity, Rounding(key, ROLE), False)
+    assert found[0] is out[0] and found[1] is out[1]
+    same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise", "32x32"])
+def test_into_memory_in_the_interpreter(granularity, monkeypatch):
+    monkeypatch.setattr(operators, "_kernel_takes", lambda x, rounding: True)
+    for dtype in (torch.float32, torch.bfloat16) if granularity == "rowwise" else (torch.float32,):
+        check_into(stress_matrix(34, 40, 3, "outlier", dtype, "cpu"), "e4m3", granularity, None)
+    check_into(stress_matrix(34, 40, 4, "nonfinite", torch.float32, "cpu"), "int8", granularity, KEY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise", "1x128", "128x128", "32x32"])
+def test_into_memory_on_a_gpu(granularity, key):
+    """Without memory besides, but for tensorwise's absmax; a view that a kernel cannot write is left alone."""
+    key = None if key is None else key.cuda()
+    for number, (m, k) in enumerate([(1024, 4096), (33, 264), (1, 8), (130, 136)]):
+        for dtype in (torch.bfloat16, torch.float32):
+            for fmt in ("e4m3", "int8"):
+                check_into(stress_matrix(m, k, number, "outlier", dtype, "cuda"), fmt, granularity, key)
+    x = stress_matrix(1024, 4096, 0, "normal", torch.bfloat16, "cuda")
+    out = quantize(x, "e4m3", granularity)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantize_into(out, x, "e4m3", granularity, Rounding(key, ROLE), False)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
 
 
 def random_shapes(seed, count):
