@@ -18,14 +18,16 @@ HEAD = "lm_head"
 class FullShardBytes(NamedTuple):
     """Bytes on the fullest rank. weights: kept, and of the two layers that are gathered in the backward pass; build: at
     the largest moment of the build, by kind; sums: of gradients, in fp32; last: gradients and messages at the end of
-    the backward pass besides; at_loss: by how much more is gathered at the loss; head_message: of the head's gradient,
-    while the last layer's backward pass runs."""
+    the backward pass besides; at_loss, at_last_layer: by how much more is gathered at the loss, and in the last layer's
+    forward pass, while the head comes; head_message: of the head's gradient, while the last layer's backward pass runs.
+    """
 
     weights: int
     build: dict[str, int]
     sums: int
     last: int
     at_loss: int
+    at_last_layer: int
     head_message: int
 
 
@@ -69,6 +71,9 @@ def full_shard_memory(
     # On one process a weight of which codes are kept passes through memory of its own, while the layer before it runs.
     staged = [size * linear.weight for _, _, size, linear in low_bit.linears(config) if linear.codes_only]
     staging = round(max(staged, default=0)) if share.states == 1 else 0
+    # The last layer stays for its backward pass.
+    at_loss = (round(matrix * head_bytes.in_full + one - two) if untied else 0) - staging
+    head_staging = matrix * head_bytes.weight * (untied and head_bytes.codes_only and share.states == 1)
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
     return FullShardBytes(
@@ -77,8 +82,8 @@ def full_shard_memory(
         # fp32, whatever the dtype of the gradients that are added.
         sums=round(4 * (trained.bytes // trained.element) * share.states),
         last=round(others + last),
-        # The last layer stays for its backward pass.
-        at_loss=(round(matrix * head_bytes.in_full + one - two) if untied else 0) - staging,
+        at_loss=at_loss,
+        at_last_layer=at_loss + round(head_staging),
         head_message=head * matrix * element,
     )
 

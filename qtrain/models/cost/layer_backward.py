@@ -1,5 +1,6 @@
-"""Temporaries of a layer's backward pass, from a model's config alone: what exists beyond the tensors that forward kept
-(`saved_activations.py`), without gradients of weights (`gradient_memory.py`).
+"""Temporaries of a layer's passes, from a model's config alone: what exists beyond the tensors that forward keeps
+(`saved_activations.py`), without gradients of weights (`gradient_memory.py`). The forward pass's are fewer, and count
+where the head comes from host memory meanwhile (`memory.py`).
 
 Letters: T tokens of a micro-batch, t of a chunk, C width, I feed-forward width, Q all query heads, QKV what attention
 reads, b bytes per element of the model's dtype.
@@ -74,6 +75,17 @@ class Layer:
         if rows := rows_per_token(self.config, self.step.tokens):
             return self._mixture(rows)
         return self._in_chunks() if self.step.mlp_chunks else self._dense()
+
+    def forward(self) -> float:
+        """Temporaries of its forward pass at the MLP: gate_up's output, and beside it SwiGLU's, or the sum with what
+        adapters add to it."""
+        config, step = self.config, self.step
+        width = config.mixture.width * self.kind.rows if self.kind.rows else config.intermediate_size
+        adapted = {"gate_up", "experts.gate_up"} & {a.name for a in self.trained.adapters}
+        kept = self.kept(step.recompute)
+        kept_gate_up = sum(kept.get(name, 0) for name in ("gate_up output", "experts' gate_up output"))
+        tokens = step.mlp_rows if step.mlp_chunks else step.tokens
+        return tokens * (width * step.element * (4 if adapted else 3) - kept_gate_up)
 
     def kept(self, recompute: Kinds) -> dict[str, float]:
         """Bytes per token that it keeps for backward if it recomputes so, by tensor, adapters' included."""

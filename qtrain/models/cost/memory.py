@@ -5,6 +5,8 @@ and cuBLAS's workspace, and which file counts it:
 
     moment              gradients (`gradient_memory`)   activations (`saved_activations`)  temporaries
     the model's build   -                               -                                  `weight_memory`
+    last layer's        the same as at the loss         the same                           the last layer's forward pass
+      forward pass (*)                                                                     (`layer_backward`)
     the loss            sums of micro-batches           kept tensors of every layer        `loss_memory`
     start of backward   the same                        the same                           the last layer's backward
                                                                                            (`layer_backward`) and the
@@ -14,6 +16,8 @@ and cuBLAS's workspace, and which file counts it:
                                                         embedding                          or the embedding's gradient
     optimizer's step    all, or their sums              within the backward pass, those    the optimizer's; a fused step
                                                         of every layer                     has none
+
+(*) where layers are sharded, and so a head of its own, which is gathered meanwhile
 
 With --distill, a teacher's forward pass is a moment too (`teacher`).
 
@@ -46,7 +50,7 @@ CUDA_WORKSPACE = 96 * 2**20
 HOLES_OF_STREAMED = 0.014
 """Of the tensors' peak, what the allocator keeps in holes beside those of any run, where layers come from host memory
 into recorded steps: on an H200 3B, 7B and 14B had 2.1%, 3.1% and 3.3% in all, the last two up to their limits."""
-RECORDED = ("the loss", "the start of backward", "the end of backward")
+RECORDED = ("the last layer's forward pass", "the loss", "the start of backward", "the end of backward")
 """Moments of a micro-batch."""
 
 
@@ -104,6 +108,9 @@ class MemoryEstimate:
     """Layers are in host memory between their passes."""
     host: Mapping[str, int]
     """In pinned host memory, by the names of --offload."""
+    last_forward: int = 0
+    """Temporaries of the last layer's forward pass, while a sharded head is gathered; 0: less than its backward
+    pass's."""
     teacher: int = 0
     """Temporaries of a teacher's forward pass, before that of the model (`teacher.py`)."""
 
@@ -114,6 +121,7 @@ class MemoryEstimate:
         # (gradients, activations, temporaries), as `kinds` below names them.
         moments = {
             **({"the teacher's forward pass": (self.held, 0, self.teacher)} if self.teacher else {}),
+            **({RECORDED[0]: (self.held, self.activations, self.last_forward)} if self.last_forward else {}),
             "the loss": (self.held, self.activations, self.loss),
             "the start of backward": (self.held, self.activations, self.backward),
             "the end of backward": (self.gradients, self.one_layer, self.at_end),
@@ -167,7 +175,7 @@ def estimate_memory(
     trained, low_bit = trained or all_of(config, element), low_bit or LowBitBytes.plain(element)
     weights = model_weight_bytes(config, element, low_bit, trained)
     weights += master_bytes(config, element, low_bit, trained, share.masters, whole_matrices)
-    built = weights - trained.added_bytes(element)
+    built = weights - trained.added_bytes
     build = build_bytes(config, element, low_bit, built, share.masters < 1, pretrained)
     loss = loss_bytes(config, step, low_bit, trained)
     if reshards:
@@ -176,12 +184,14 @@ def estimate_memory(
         )
         weights, build, loss = full.weights, full.build, loss + full.at_loss
     gradients = gradient_bytes(config, step, low_bit, trained, share, full)
+    layers = [(kind.count, Layer(config, step, trained, kind)) for kind in layer_kinds(config, step.tokens, low_bit)]
+    last_forward = 0.0 if full is None else max(layer.forward() for _, layer in layers) + full.at_last_layer
     residual = step.residuals_on_host * step.tokens * config.hidden_size * element
     residuals = residual * (config.num_hidden_layers - 1)
     # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
     of_position = 4 * config.rope_dim
     gathered = step.documents * step.tokens * of_position
-    layers = [(kind.count, Layer(config, step, trained, kind)) for kind in layer_kinds(config, step.tokens, low_bit)]
+    copies = trained.copies(element, step.recompute)
     kept = [(count, sum(layer.kept(step.recompute).values())) for count, layer in layers]
     one_layer = step.tokens * max(size for _, size in kept) + gathered
     # Of each half the widest layer.
@@ -201,7 +211,7 @@ def estimate_memory(
         weights=weights,
         gradients=round(end.gradients),
         optimizer=round(count_parameters(config).total * optimizer_bytes * share.states),
-        activations=round(step.tokens * sum(count * size for count, size in kept)) - residuals + gathered,
+        activations=round(step.tokens * sum(count * size for count, size in kept)) - residuals + gathered + copies,
         loss=round(loss),
         backward=round(max(last_layer, head_backward_bytes(config, step, low_bit, trained))),
         at_end=round(end.temporaries),
@@ -215,4 +225,5 @@ def estimate_memory(
         recorded=step.recorded,
         streamed=step.weights_on_host,
         host=on_host,
+        last_forward=round(last_forward),
     )

@@ -97,16 +97,17 @@ class TrainedPart:
         shapes = [own(group) if group.experts else group for group in self.shapes]
         return dataclasses.replace(self, shapes=shapes)
 
-    def added_bytes(self, element: int) -> int:
-        """Bytes that adapters add to a model of this element size: themselves, their copies in its dtype, and with DoRA
-        the norms of the frozen rows."""
-        if not self.adapters:
-            return 0
-        linears = [a for a in self.adapters if a.active is None]  # those of experts are copied where they are read
-        copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in linears) * element
+    @property
+    def added_bytes(self) -> int:
+        """Bytes that adapters add to a model: themselves, and with DoRA the norms of the frozen rows."""
         norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
-        # Adapters are fp32 and multiply in the activations' dtype: in an fp32 model without a copy.
-        return self.bytes + copies * (element < self.element) + norms * self.dora
+        return self.bytes + norms * self.dora if self.adapters else 0
+
+    def copies(self, element: int, kinds: Kinds) -> int:
+        """Bytes of adapters in the model's dtype, which forward keeps for backward where a layer recomputes nothing."""
+        # Those of experts are copied where they are read; fp32 ones multiply in an fp32 model without a copy.
+        linears = [] if kinds or element == self.element else [a for a in self.adapters if a.active is None]
+        return sum(a.layers * a.columns * (a.in_features + a.out_features) for a in linears) * element
 
     def kept(
         self, kept: Mapping[str, float], element: int, rows: float = 0.0, kinds: Kinds = frozenset()

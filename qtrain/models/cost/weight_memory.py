@@ -1,7 +1,7 @@
 """Memory of weights, from a model's config alone: with their codes, as masters that are sharded, and in the build.
 
 weights     each linear's weight (`LinearBytes.weight`) and codes; embedding, norms and biases in the model's dtype;
-            with adapters these and their copies
+            with adapters these
 masters     of several ranks: a shard of each that is not the model's own weight is added; full weights of which only
             codes are read are gone
 build       what stays in high precision outside of layers, with its largest matrix in fp32, in which random weights
@@ -42,7 +42,7 @@ def model_weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, 
     added = sum(size * (linear.weight - element + linear.codes) for size, linear in low_bit.sizes(config))
     if low_bit.head is not None:
         added += embedding_elements(config) * (low_bit.head.weight - element + low_bit.head.codes)
-    return round(count_parameters(config).total * element + added) + trained.added_bytes(element)
+    return round(count_parameters(config).total * element + added) + trained.added_bytes
 
 
 def master_bytes(

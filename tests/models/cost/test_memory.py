@@ -246,7 +246,7 @@ def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, 
         low_bit = dataclasses.replace(CODES, swiglu_codes=False)
     kinds = RECOMPUTE_SETS[mode]
     expected = part.kept(saved_per_token(model.config, kinds, True, 2, low_bit), 2, kinds=kinds)
-    copies = part.added_bytes(2) - part.bytes if mode == "none" else 0
+    copies = part.copies(2, kinds)
     found = kept_bytes(model, 2, 64) * 128
     assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
 

@@ -247,8 +247,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
-    """Weights, gradients and states of a plan against a real model's after a step, without row scales and counters;
-    the plan also counts the copies of adapters in bf16."""
+    """Weights, gradients and states of a plan against a real model's after a step, without row scales and counters."""
     changes, lora = PARTS[part]
     config = ModelConfig.from_hf({**SHAPE, **changes})
     scheme = None if lora is None or lora.base == "none" else base_scheme(lora.base, "bf16")
@@ -269,13 +268,27 @@ def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
     rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
     scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
     trains = [p for p in model.parameters() if p.requires_grad]
-    copies = trained.added_bytes(2) - trained.added_bytes(4)
-    assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
+    assert plan.memory["weights"] == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
     moments = LanguageRun(checked, config, linears_of(checked, config), trained).memory().moments
     assert moments["the optimizer's step"]["gradients"] == sum(p.grad.nbytes for p in trains)
     states = checked.optimizer.state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
     assert plan.memory["optimizer"] == round(states)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_a_head_comes_from_the_host_while_the_last_layer_runs():
+    """14B with adapters on NF4, two sequences of 4,096 tokens, on an H200 on 2026-11-27: of 14.89 GiB the head had
+    1.45, and gate_up's output without and with its adapters 0.84."""
+    config = read_model_source("qwen2.5-14b").model_config()
+    settings = LanguageSettings(
+        batch_size=4, micro_batch_size=2, seq_len=4096, compile=True, recompute=("norm", "qkv", "ffn"), loss_chunks=16
+    )
+    checked = checked_of(settings, base_scheme("nf4", "bf16"))
+    checked = dataclasses.replace(checked, reshards=True, offload=frozenset({"weights"}))
+    trained = trained_part(config, Lora(base="nf4"), False, torch.bfloat16)
+    peak = LanguageRun(checked, config, linears_of(checked, config), trained).memory().at_peak
+    assert peak.moment == "the last layer's forward pass"
+    assert peak.total == pytest.approx(14.89 * 2**30, rel=0.02)
 
 
 def test_offloaded_states_count_with_their_staging_buffers():
