@@ -5,8 +5,8 @@ import torch
 
 from qtrain.kernels.numerics.formats import LINEAR_FORMATS
 from qtrain.kernels.numerics.philox import Rounding, random_bits_ref
-from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize import operators
+from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import (
     quantize,
     quantize_dual,
