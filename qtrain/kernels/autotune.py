@@ -18,14 +18,14 @@ import re
 import statistics
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.kernels.compile_together import compile_together
+from qtrain.kernels.compile_together import compile_together, launches_are_left_out
 
 Run = Callable[[str], object]
 
@@ -100,6 +100,11 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
     name = choices.get(entry) or (None if _tune() == "all" else _shipped().get(entry))
     if name is not None and name in names:
         return name
+    if tunes() and launches_are_left_out():
+        for name in names:  # what will be timed is compiled ahead
+            with suppress(Exception):
+                run(name)
+        return names[0]
     if not tunes() or torch.cuda.is_current_stream_capturing():
         return names[0]
     choices[entry] = name = _fastest(names, run)

@@ -21,15 +21,24 @@ def compile_together(calls: Iterable[Callable[[], object]]) -> None:
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // ranks))
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _without_launches():
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), without_launches():
         for call in calls:
             with contextlib.suppress(Exception):  # the call itself fails again
                 call()
 
 
+_left_out = False
+
+
+def launches_are_left_out() -> bool:
+    """Whether `without_launches` is in force."""
+    return _left_out
+
+
 @contextlib.contextmanager
-def _without_launches() -> Iterator[None]:
+def without_launches() -> Iterator[None]:
     """Inside, what this thread launches is compiled and not run."""
+    global _left_out
     function, here = triton.runtime.jit.JITFunction, threading.get_ident()
     launcher = function.__getitem__
 
@@ -38,8 +47,8 @@ def _without_launches() -> Iterator[None]:
             return launcher(kernel, grid)
         return partial(kernel.run, grid=grid, warmup=True)
 
-    function.__getitem__ = compiler
+    function.__getitem__, before, _left_out = compiler, _left_out, True
     try:
         yield
     finally:
-        function.__getitem__ = launcher
+        function.__getitem__, _left_out = launcher, before

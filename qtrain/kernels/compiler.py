@@ -16,12 +16,26 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
+    from triton.runtime.jit import DependenciesFinder
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     # Inductor sets this variable when it first compiles a kernel itself, if nobody has: kernels before that would be
     # cached in one folder and those after it in another, and the next process, with Inductor's code cached, would look
     # for all in the first and compile them again.
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+
+    def _with_own_globals(update: Callable) -> Callable:
+        """A kernel's key in Triton's cache holds the globals of a function that it calls only if that function's own
+        key is known by then (triton 3.6): the same kernel would have several keys, by the order of launches, and be
+        compiled again in the next process."""
+
+        def update_hash(self: Any, function: Any) -> None:
+            _ = function.cache_key
+            update(self, function)
+
+        return update_hash
+
+    DependenciesFinder._update_hash = _with_own_globals(DependenciesFinder._update_hash)
 except ImportError:
 
     class _Absent:
@@ -40,6 +54,9 @@ except ImportError:
 
     absent: Any = _Absent()
     triton = tl = gluon = gl = hopper = TensorDescriptor = absent
+
+on_trace: Callable[[Callable[..., object], tuple[object, ...]], None] | None = None
+"""Is given the function of each custom op that is traced, and the arguments; None: nothing looks at them."""
 
 __all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "operator", "tl", "triton"]
 
@@ -60,6 +77,8 @@ def operator(name: str, fake: Callable, mutates_args: Iterable[str] = ()) -> Cal
         def _(*args: object, **kwargs: object) -> object:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
+            if on_trace is not None:
+                on_trace(function, tuple(bound.arguments.values()))
             return fake(*(bound.arguments[argument] for argument in read))
 
         return op

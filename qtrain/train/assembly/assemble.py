@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from qtrain.core.hardware.memory import limit_allocator
+from qtrain.kernels import compile_ahead
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
@@ -32,6 +33,8 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         use_deterministic_kernels()
     if settings.memory_limit is not None and (limit := prepared.plan.hardware.memory_bytes) is not None:
         limit_allocator(prepared.device, limit)
+    if settings.compile and prepared.device.type == "cuda":
+        compile_ahead.start()
     seed_rng(settings.seed)
     model = architecture.build(prepared)
     quantized = quantize_linears(
