@@ -130,9 +130,9 @@ def jobs_of(function: Callable[..., object], arguments: tuple[object, ...]) -> l
     return found
 
 
-def _offset(t: Tensor) -> int:
-    """Bytes."""
-    return int(t.storage_offset()) * t.element_size()
+def _offset(self: FakeTensor) -> int:
+    """`data_ptr` of a tensor without memory: bytes from the start of its storage."""
+    return int(self.storage_offset()) * self.element_size()
 
 
 def _is_static(argument: object) -> bool:
