@@ -23,14 +23,14 @@ from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
+from qtrain.core.hardware.datasheets import DATASHEET
 from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.pairs.runs import FreeGpus, visible_gpus
 from qtrain.train.log.status import three_digits
 from qtrain.train.settings.listing import listing
 
-H100 = 79.1
-"""GiB of its memory."""
+H100 = DATASHEET["H100"].memory_gib
 WARMUP_STEPS, STEPS = 4, 2
 SELECTIVE = {"recompute": ("norm", "swiglu")}
 BLOCK = {"recompute": ("block",)}
