@@ -34,6 +34,8 @@ from qtrain.kernels.compiler import triton
 
 LEAST_CORES = 4
 """For each local rank: with fewer, workers would take them from what they are to help."""
+OWN = ("qtrain.kernels.", "qtrain.tensors.")
+"""Where operators may run without their launches; those of `comm` would talk to other processes."""
 IDLE_SECONDS = 120
 """After which a worker ends: all that is traced at once has come by then."""
 
@@ -89,6 +91,8 @@ class Ahead:
         """Have compiled what `function` launches with arguments like these, fake tensors among them."""
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if not any(t.is_cuda for t in tensors) or not all(map(_is_static, arguments)):
+            return
+        if not function.__module__.startswith(OWN):
             return
         call = (function.__qualname__, tuple(_described(argument) for argument in arguments))
         if call in self._seen:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("triton")
 
@@ -54,7 +55,7 @@ def found_by(call: Callable[[], object]) -> list[compile_ahead.Job]:
 
 
 def test_without_a_gpu():
-    run_compiled(MODULE, "launches", "candidates", "keys")
+    run_compiled(MODULE, "launches", "candidates", "keys", "calls")
 
 
 @pytest.mark.sweep
@@ -94,6 +95,22 @@ def compiled_layers() -> None:
     compiler.on_trace = None
     assert {job.kernel.__name__ for job in jobs} > {"_dual_kernel"} and len(jobs) > 10
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def calls() -> None:
+    """Which calls are looked at: once for arguments alike, on a GPU, of static sizes, and of no other package."""
+    seen: list[str] = []
+    compile_ahead.jobs_of = lambda function, arguments: seen.append(function.__module__) or []
+    ahead = object.__new__(compile_ahead.Ahead)
+    ahead._seen = set()
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x, on_cpu = torch.empty(8, 16, device="cuda"), torch.empty(8, 16)
+        symbolic = mode.shape_env.create_unbacked_symint()
+        for module in ("qtrain.comm.rank_group", "qtrain.kernels.quantize.operators"):
+            launches.__module__ = module
+            for arguments in ((x, "e4m3"), (x, "e4m3"), (x, "int8"), (on_cpu, "e4m3"), (x, symbolic), ("e4m3",)):
+                ahead(launches, arguments)
+    assert seen == ["qtrain.kernels.quantize.operators"] * 2
 
 
 def keys() -> None:
