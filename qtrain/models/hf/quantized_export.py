@@ -25,15 +25,7 @@ from qtrain.models.native.decoder import Decoder
 from qtrain.quant import LowBitLinear
 from qtrain.quant.choices import shared_weights
 from qtrain.quant.export import exported_tensors
-from qtrain.quant.export_codes import (
-    Rows,
-    check_ternary,
-    held_codes,
-    new_codes,
-    take_rows,
-    trained_codes,
-    why_new,
-)
+from qtrain.quant.export_codes import Rows, check_ternary, held_codes, new_codes, take_rows, trained_codes, why_new
 from qtrain.quant.merged_linear import MergedLinear, merged_codes
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 

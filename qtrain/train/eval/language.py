@@ -81,13 +81,7 @@ def load_evaluation(
     if settings.accuracy:
         name = _asked_set(specs, flag)
         written = load_written_questions(specs.get(name), ctx, settings.accuracy, set_flag(flag, name))
-    return EvaluationData(
-        ctx=ctx,
-        sets=sets,
-        questions=questions,
-        written=written,
-        notes=tuple(notes),
-    )
+    return EvaluationData(ctx=ctx, sets=sets, questions=questions, written=written, notes=tuple(notes))
 
 
 def _asked_set(specs: Mapping[str, Mapping[str, Any]], flag: str) -> str:

@@ -40,12 +40,7 @@ from qtrain.train.state.run_folder import (
     save_run_config,
 )
 from qtrain.train.state.run_lock import locked
-from qtrain.train.state.state_dict import (
-    TrainState,
-    model_tensors,
-    optimizer_tensors,
-    rng_state,
-)
+from qtrain.train.state.state_dict import TrainState, model_tensors, optimizer_tensors, rng_state
 
 SHARED_SECONDS = 10
 """How long a network file system may take to show a new folder to other machines."""
