@@ -39,7 +39,7 @@ from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.data.eval_windows import eval_batches
 from qtrain.data.stream import StreamContext
-from qtrain.models import build_model, check_exports, read_formats, read_model_source
+from qtrain.models import ExportOptions, build_model, check_exports, left_by_training, read_formats, read_model_source
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import FILE
@@ -229,16 +229,8 @@ def write_exports(measured: MeasuredModel, scheme: Scheme, run: Run) -> dict[str
         except UserError as error:
             refused[name] = str(error)
     with export_weights(run) as whole:
-        lines = export_folders(
-            whole,
-            measured.source,
-            folders,
-            tokenizer_of(measured),
-            linears=linears,
-            card=measured.card(str(folder), []),
-            trained_positions=measured.settings.seq_len,
-            flag="--schemes",
-        )
+        options = ExportOptions(tokenizer_of(measured), left_by_training(linears), measured.settings.seq_len)
+        lines = export_folders(whole, measured.source, folders, options, measured.card(str(folder), []), "--schemes")
     print("\n".join(line for line in lines if line.startswith("codes")), flush=True)
     return refused
 
