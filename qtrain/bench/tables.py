@@ -3,7 +3,6 @@
 A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
-import contextlib
 import csv
 import json
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.core.config import as_dict, versions
-from qtrain.core.errors import UserError, missing_package
+from qtrain.core.errors import UserError, missing_package, os_errors
 from qtrain.train.log.status import three_digits
 
 
@@ -128,7 +127,10 @@ def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> No
     """Write all tables, and `about` the measurement; beside it a .csv with a line for each cell. UserError if a file
     cannot be written."""
     write_record(path, {**about, "tables": [table.record() for table in tables]})
-    with _writing(path), path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+    with (
+        os_errors(f"--json: cannot write {path}"),
+        path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file,
+    ):
         lines = [line for table in tables for line in table.lines()]
         writer = csv.DictWriter(file, dict.fromkeys(key for line in lines for key in line))
         writer.writeheader()
@@ -137,17 +139,9 @@ def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> No
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a measurement with its date as JSON. UserError if the file cannot be written."""
-    with _writing(path):
+    with os_errors(f"--json: cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **record}, indent=1) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
 
 
 def write_png(tables: Sequence[Table], path: Path) -> None:
@@ -168,10 +162,9 @@ def write_png(tables: Sequence[Table], path: Path) -> None:
         axis.set_title(table.title)
         axis.legend(fontsize=7, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--png: cannot write {path}: {error.strerror}.") from None
+        with os_errors(f"--png: cannot write {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)
 
