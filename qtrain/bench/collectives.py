@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.bench.arguments import split_list
-from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
+from qtrain.bench.tables import Cell, Table, about_run, check_json, figures_path, write_json
 from qtrain.comm.ranks import all_gather, join_world, launched_world, leave_world, rank, world
 from qtrain.comm.wire import all_gather_single, exchange, gather
 from qtrain.core.checks import Range, shown, user_path
@@ -253,7 +253,7 @@ def main(argv: list[str]) -> None:
     settings = parse(CollectiveSettings, argv, "-m qtrain.bench.collectives")
     device = choose_device(settings.device)
     sizes = parse_mib(settings.sizes or SIZES[device.type])
-    path = user_path(settings.json or f"runs/collectives/{time.strftime('%Y%m%d-%H%M%S')}.json", "--json")
+    path = user_path(settings.json or figures_path(settings, "collectives"), "--json")
     check_json(path)
     if launched_world() == 1:
         raise UserError(

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtrain.core.config import as_dict, versions
 from qtrain.core.errors import UserError, missing_package, os_errors
 from qtrain.train.log.status import three_digits
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,21 @@ def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None
         "clocks": clocks,
         "settings": as_dict(settings),
     }
+
+
+def figures_path(settings: Any, name: str) -> Path:
+    """The file of --json; where there is none, a new one in runs/<name>."""
+    return Path(settings.json or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}.json")
+
+
+def write_asked(
+    tables: Sequence[Table], settings: Any, device: "torch.device", clocks: dict[str, float] | None = None
+) -> None:
+    """Write the file of --json where it is given, with the name of the device."""
+    from qtrain.core.hardware.device import describe_hardware
+
+    if settings.json:
+        write_json(tables, Path(settings.json), about_run(settings, describe_hardware(device).name, clocks))
 
 
 def check_json(path: Path) -> None:

@@ -96,14 +96,11 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     in_backward = OptimizerInBackward(run.optimizer, run.parallel) if settings.optimizer_in_backward else None
     # Ranks train on different tokens, as in a run: an MoE's routing depends on them.
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.reader)
+    size = (architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
-        batches = [
-            random_batch(architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len, generator).to(
-                device
-            )
-        ]
-        batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
+        batch = random_batch(*size, generator).to(device)
+        batches = [batch] * geometry.gradient_accumulation  # the tokens do not affect the speed
         gradients = compute_gradients(
             model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
         )
