@@ -99,8 +99,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     size = (architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
-        batch = random_batch(*size, generator).to(device)
-        batches = [batch] * geometry.gradient_accumulation  # the tokens do not affect the speed
+        batches = [random_batch(*size, generator).to(device)] * geometry.gradient_accumulation  # any tokens are as fast
         gradients = compute_gradients(
             model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
         )
@@ -117,8 +116,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
         marks.append(_mark(device))
         loss = gradients.loss
     # From the end of a step to the end of the next: what the host prepares meanwhile is not counted twice.
-    times = [_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:])]
-    seconds = statistics.median(times)
+    seconds = statistics.median(_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:]))
     tok_s = plan.tokens_per_step / seconds
     return {
         "tok_s": tok_s,
