@@ -9,7 +9,6 @@ python benchmark_mm.py --tables roofline --gpu h100         what schemes can gai
 """
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ def benchmark(settings: BenchmarkSettings) -> None:
 
     from qtrain.bench.benchmark_tables import chosen_tables, with_default_sizes
     from qtrain.bench.case import Bench
-    from qtrain.bench.tables import about_run, check_json, check_png, write_json, write_png
+    from qtrain.bench.tables import about_run, check_json, check_png, figures_path, write_json, write_png
     from qtrain.bench.timing import watching_clocks
     from qtrain.core.checks import user_path
     from qtrain.core.hardware.device import describe_hardware
@@ -63,7 +62,7 @@ def benchmark(settings: BenchmarkSettings) -> None:
     print(clocks.line())
 
     # ---- write -------------------------------------------------------------------------------------------------------
-    path = Path(settings.json or f"runs/benchmark_mm/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path = figures_path(settings, "benchmark_mm")
     write_json(tables, path, about_run(settings, hardware.name, clocks.record()))
     print(f"figures     {path}")
     if settings.png:

@@ -60,13 +60,7 @@ def train(settings: FinetuneSettings) -> None:
     start.mark("flags")
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
-    from qtrain.models import (
-        AdaptedOriginal,
-        add_lora,
-        as_lora,
-        check_merge_format,
-        load_adapter,
-    )
+    from qtrain.models import AdaptedOriginal, add_lora, as_lora, check_merge_format, load_adapter
     from qtrain.train.assembly.assemble import (
         assemble,
         build_quantized,

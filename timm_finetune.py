@@ -44,7 +44,6 @@ def train(settings: VisionSettings) -> None:
     from qtrain.data.images.image_loader import BatchMaker, ImageLoader
     from qtrain.data.images.images import check_same_classes, open_images
     from qtrain.models import check_vision_model, export_timm
-    from qtrain.quant import exported_tensors
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.vision_architecture import VisionArchitecture
@@ -108,23 +107,11 @@ def train(settings: VisionSettings) -> None:
     start.mark("model")
 
     # ---- data --------------------------------------------------------------------------------------------------------
-    loader = ImageLoader(
-        maker,
-        "--train_ds",
-        num_workers=settings.num_workers,
-        position=run.state.data,
-        rank=prepared.mesh.dp_rank,
-        ranks=prepared.mesh.dp_size,
-    )
+    workers, mesh = settings.num_workers, prepared.mesh
+    loader = ImageLoader(maker, num_workers=workers, position=run.state.data, rank=mesh.dp_rank, ranks=mesh.dp_size)
     forward = vision_forward(model)
-    evaluation = VisionEvaluation(
-        model,
-        eval_images,
-        ImageTransform(image, None),
-        micro_batch_size,
-        settings.eval_images,
-        threads=min(max(settings.num_workers, 4), os.cpu_count() or 1),
-    )
+    read, threads = ImageTransform(image, None), min(max(workers, 4), os.cpu_count() or 1)
+    evaluation = VisionEvaluation(model, eval_images, read, micro_batch_size, settings.eval_images, threads)
     start.mark("data")
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
@@ -141,15 +128,8 @@ def train(settings: VisionSettings) -> None:
         folder = run.folder.path / "timm"
         with export_weights(run) as whole:
             if whole is not None:
-                export_timm(
-                    model,
-                    exported_tensors(model),
-                    folder,
-                    name=name,
-                    kwargs=architecture.constructor_kwargs,
-                    classes=images.classes,
-                    image=image,
-                )
+                kwargs = architecture.constructor_kwargs
+                export_timm(model, folder, name=name, kwargs=kwargs, classes=images.classes, image=image)
         log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 

@@ -20,7 +20,7 @@ prepare_process(script=True)  # before imports that take a while
 from qtrain.core.checks import Range, user_path
 from qtrain.core.checksums import sha256_of
 from qtrain.core.config import JsonText, parse
-from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.errors import UserError, os_errors, unknown_name
 from qtrain.core.process import command_line, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.hub_rows import reader_of
@@ -235,7 +235,7 @@ def prepare_folder(
     folder: Path, manifest: Manifest, tokenizer: Tokenizer, model: bytes | None, settings: TokenizeSettings
 ) -> None:
     """Create the folder with the tokenizer's files, so that the dataset is self-contained, and the manifest, last."""
-    try:
+    with os_errors(f"--output_dir: cannot write {folder}", end=""):
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -250,8 +250,6 @@ def prepare_folder(
         manifest.masked = settings.template is not None
         manifest.write(temporary)
         temporary.replace(folder)
-    except OSError as error:
-        raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
 
 
 def command() -> None:

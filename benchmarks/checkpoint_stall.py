@@ -11,7 +11,6 @@ import dataclasses
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from qtrain.bench.training_cell import random_batch
 from qtrain.comm.ranks import all_gather, from_rank_0, leave_world, rank
 from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.hardware.device import describe_hardware
+from qtrain.core.hardware.rates import synchronized_time
 from qtrain.core.process import run_script
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
@@ -97,13 +97,9 @@ def measure(run: Run, step: Callable[[], None], saves: int, title: str) -> Table
     """The table of medians over `saves` checkpoints of each kind, with steps before, between and during them."""
 
     def seconds(action: Callable[[], object]) -> float:
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        start = time.perf_counter()
+        start = synchronized_time(run.device)
         action()
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        return time.perf_counter() - start
+        return synchronized_time(run.device) - start
 
     alone = [seconds(step) for _ in range(2 + 5)][2:]
     at_once = []

@@ -22,6 +22,7 @@ from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.core.checks import user_path
 from qtrain.core.config import parse
 from qtrain.core.hardware.device import describe_hardware
+from qtrain.core.hardware.rates import synchronized_time
 from qtrain.core.process import run_script
 from qtrain.models import Decoder, Decoding, Generation, build_model, read_model_source
 from qtrain.models.generation.fused_step import FusedStep, runs_fused
@@ -153,9 +154,7 @@ def time_of_transformers(batch: int, settings: DecodeSettings, device: torch.dev
     def seconds(steps: int) -> float:
         start = time.perf_counter()
         peer.generate(ids, max_new_tokens=steps, min_new_tokens=steps, **rule)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return synchronized_time(device) - start
 
     few, many = settings.steps // 4, settings.steps
     for _ in range(2):  # the longer first: the shorter one then takes its cache, and nothing is compiled again

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Annotated, Literal
@@ -28,18 +29,17 @@ import torch
 from torch import nn
 
 from qtrain.bench.arguments import compared_schemes, split_list
-from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
+from qtrain.bench.tables import Cell, Table, check_json, write_asked
 from qtrain.bench.training_cell import reason_of
 from qtrain.commands.export import tokenizer_of
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.data.eval_windows import eval_batches
 from qtrain.data.stream import StreamContext
-from qtrain.models import build_model, check_exports, read_formats, read_model_source
+from qtrain.models import ExportOptions, build_model, check_exports, left_by_training, read_formats, read_model_source
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import FILE
@@ -150,8 +150,7 @@ def main(argv: list[str]) -> None:
                 shown = (f"{column} {cell.shown() or cell.reason}" for column, cell in cells.items())
                 print(f"{word}, {name}: {', '.join(shown)}", flush=True)
     print(table.markdown())
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name))
+    write_asked([table], settings, device)
 
 
 def dataset(given: dict | None, split: str) -> dict:
@@ -193,17 +192,10 @@ def rows(measurement: Measurement, scheme: Scheme, run: Path) -> Iterator[tuple[
             yield name, {**held, **before, "MB": Cell(reason=refused[name])}
             continue
         folder, size = run / name, weights_size(run / name)
-        yield (
-            name,
-            {
-                **held,
-                **before,
-                "transformers": measurement.attempt(lambda folder=folder: by_transformers(folder, measurement.device)),
-                "qtrain": measurement.attempt(lambda folder=folder: by_qtrain(folder, measurement.device)),
-                "MB": Cell(size / 1e6),
-                "of bf16": Cell(size / dense, text=f"{100 * size / dense:.0f}%"),
-            },
-        )
+        readers = {"transformers": by_transformers, "qtrain": by_qtrain}
+        after = {c: measurement.attempt(partial(read, folder, measurement.device)) for c, read in readers.items()}
+        of_bf16 = Cell(size / dense, text=f"{100 * size / dense:.0f}%")
+        yield name, {**held, **before, **after, "MB": Cell(size / 1e6), "of bf16": of_bf16}
 
 
 def whose_codes(scheme: Scheme, fmt: ExportFormat) -> str:
@@ -229,16 +221,8 @@ def write_exports(measured: MeasuredModel, scheme: Scheme, run: Run) -> dict[str
         except UserError as error:
             refused[name] = str(error)
     with export_weights(run) as whole:
-        lines = export_folders(
-            whole,
-            measured.source,
-            folders,
-            tokenizer_of(measured),
-            linears=linears,
-            card=measured.card(str(folder), []),
-            trained_positions=measured.settings.seq_len,
-            flag="--schemes",
-        )
+        options = ExportOptions(tokenizer_of(measured), left_by_training(linears), measured.settings.seq_len)
+        lines = export_folders(whole, measured.source, folders, options, measured.card(str(folder), []), "--schemes")
     print("\n".join(line for line in lines if line.startswith("codes")), flush=True)
     return refused
 

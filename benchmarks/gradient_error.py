@@ -16,14 +16,13 @@ The bias of one batch is not that of a training: rounding to nearest errs differ
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qtrain.bench.arguments import compared_schemes, split_list
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.bench.training_cell import random_batch
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
@@ -146,8 +145,7 @@ def main(argv: list[str]) -> None:
         for column in columns:
             table.put(word, column, Cell(100 * getattr(found, column)))
     print(table.markdown())
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name))
+    write_asked([table], settings, device)
 
 
 def read_batch(settings: GradientErrorSettings, vocab_size: int) -> Batch:

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks import faults
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.core.config import parse
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.pairs.results import with_error
 from qtrain.train.settings.settings import Count
@@ -154,8 +153,7 @@ def main(argv: list[str]) -> None:
                 more = [one - other for one, other in zip(found[column], found["no fault"], strict=True)]
                 table.put(fault, f"{column} - no fault", Cell(statistics.mean(more), text=with_error(more)))
     print(table.markdown())
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(torch.device("cpu")).name))
+    write_asked([table], settings, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.core.config import parse
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.models.adapters.lora import merge_format
@@ -155,8 +154,7 @@ def main(argv: list[str]) -> None:
                 table.put(f"{name}, seed {seed}", key, Cell(value, text=text))
             print(f"{name}, seed {seed}: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items()), flush=True)
     print(table.markdown())
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name))
+    write_asked([table], settings, device)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.settings.machine import choose_device
@@ -115,8 +114,7 @@ def main(argv: list[str]) -> None:
     for beta2 in settings.beta2:
         tables.append(accuracy_table(record(settings.steps, beta2, device), settings.names))
         print(tables[-1].markdown() + "\n", flush=True)
-    if settings.json:
-        write_json(tables, Path(settings.json), about_run(settings, describe_hardware(device).name))
+    write_asked(tables, settings, device)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ one. The "largest" cells have the most sequences that their plans let an H100 ho
 """
 
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from qtrain.bench.resources import FULL as FP8
-from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
+from qtrain.bench.tables import Cell, Table, about_run, check_json, figures_path, write_json
 from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import Range, check_fields
 from qtrain.core.config import parse
@@ -118,7 +116,7 @@ class PlannedMemorySettings:
 
 def main(argv: list[str]) -> None:
     settings = parse(PlannedMemorySettings, argv, "-m benchmarks.planned_memory", listing)
-    path = Path(settings.json or f"runs/planned_memory/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path = figures_path(settings, "planned_memory")
     check_json(path)
     names = [name for name in CELLS if fnmatchcase(name, settings.cells)]
     if not names:

@@ -15,7 +15,6 @@ teacher. These two have seen the same tokens, more than the others: compare them
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Literal
 
@@ -23,10 +22,9 @@ import torch
 from torch import nn
 
 from benchmarks.merge_recovery import SHAPE, Text, loss_of, python_text, rounded
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.core.checks import Range
 from qtrain.core.config import parse
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.models import Decoder, Distillation, DistillOptions, ModelSource, build_model
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
@@ -162,8 +160,7 @@ def main(argv: list[str]) -> None:
     for weight, shares in recovered.items():
         spread = f" ± {stdev(shares) / len(shares) ** 0.5:.0f}%" if len(shares) > 1 else ""
         print(f"{weight}: recovered {mean(shares):.0f}%{spread} (mean over seeds, standard error)")
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name))
+    write_asked([table], settings, device)
 
 
 if __name__ == "__main__":

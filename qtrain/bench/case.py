@@ -56,12 +56,7 @@ class Bench:
     report: Callable[[str, Cell], None]
 
     def fill(
-        self,
-        table: Table,
-        row: str,
-        column: str,
-        prepare: Callable[[], Case],
-        show: Callable[[Case, float], Cell],
+        self, table: Table, row: str, column: str, prepare: Callable[[], Case], show: Callable[[Case, float], Cell]
     ) -> Cell:
         """Put what `examine` finds into the table."""
         cell = self.examine(prepare, show)

@@ -13,7 +13,6 @@ The smallest size is checked against sums of all ranks' inputs before anything i
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.bench.arguments import split_list
-from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
+from qtrain.bench.tables import Cell, Table, about_run, check_json, figures_path, write_json
 from qtrain.comm.ranks import all_gather, join_world, launched_world, leave_world, rank, world
 from qtrain.comm.wire import all_gather_single, exchange, gather
 from qtrain.core.checks import Range, shown, user_path
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError, first_line
 from qtrain.core.hardware.device import describe_hardware
+from qtrain.core.hardware.rates import synchronized_time
 from qtrain.core.process import run_script
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
@@ -193,19 +193,12 @@ def seconds_of(collective: Collective, whole: Tensor, repeats: int) -> float:
     times = []
     # Each call starts on all ranks together: the barrier is not timed, a late rank would be.
     for _ in range(3 + repeats):
-        _wait(whole.device)
+        synchronized_time(whole.device)
         dist.barrier()
-        _wait(whole.device)
-        start = time.perf_counter()
+        start = synchronized_time(whole.device)
         collective.run(whole)
-        _wait(whole.device)
-        times.append(time.perf_counter() - start)
+        times.append(synchronized_time(whole.device) - start)
     return max(all_gather(statistics.median(times[3:])))  # the slowest rank's
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def cell_of(collective: Collective, seconds: float, size: int) -> Cell:
@@ -253,7 +246,7 @@ def main(argv: list[str]) -> None:
     settings = parse(CollectiveSettings, argv, "-m qtrain.bench.collectives")
     device = choose_device(settings.device)
     sizes = parse_mib(settings.sizes or SIZES[device.type])
-    path = user_path(settings.json or f"runs/collectives/{time.strftime('%Y%m%d-%H%M%S')}.json", "--json")
+    path = user_path(settings.json or figures_path(settings, "collectives"), "--json")
     check_json(path)
     if launched_world() == 1:
         raise UserError(

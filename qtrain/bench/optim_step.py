@@ -10,18 +10,16 @@ Bytes / time relative to the copy bandwidth tells how close a step is to the mem
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, write_asked
 from qtrain.bench.timing import copy_bandwidth, measure, watching_clocks
 from qtrain.core.checks import Range
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
-from qtrain.core.hardware.device import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.kernels.optim import update_launch
 from qtrain.models import read_model_source
@@ -140,8 +138,7 @@ def main(argv: list[str]) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     print(table.markdown(), clocks.line(), sep="\n\n")
-    if settings.json:
-        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name, clocks.record()))
+    write_asked([table], settings, device, clocks.record())
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ that was measured on an H200.
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qtrain.bench.arguments import split_list
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, about_run, figures_path, write_json
 from qtrain.bench.training_cell import CellSettings
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> None:
     settings = parse(ResourceSettings, argv, "-m qtrain.bench.resources", listing)
     table = resource_table(settings)
     print(table.markdown())
-    path = Path(settings.json or f"runs/resources/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path = figures_path(settings, "resources")
     write_json([table], path, about_run(settings, "planned, on no GPU"))
     print(f"figures     {path}", file=sys.stderr)
 

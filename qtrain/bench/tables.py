@@ -3,7 +3,6 @@
 A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
-import contextlib
 import csv
 import json
 import sys
@@ -11,11 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtrain.core.config import as_dict, versions
-from qtrain.core.errors import UserError, missing_package
+from qtrain.core.errors import UserError, missing_package, os_errors
 from qtrain.train.log.status import three_digits
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,21 @@ def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None
     }
 
 
+def figures_path(settings: Any, name: str) -> Path:
+    """The file of --json; where there is none, a new one in runs/<name>."""
+    return Path(settings.json or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}.json")
+
+
+def write_asked(
+    tables: Sequence[Table], settings: Any, device: "torch.device", clocks: dict[str, float] | None = None
+) -> None:
+    """Write the file of --json where it is given, with the name of the device."""
+    from qtrain.core.hardware.device import describe_hardware
+
+    if settings.json:
+        write_json(tables, Path(settings.json), about_run(settings, describe_hardware(device).name, clocks))
+
+
 def check_json(path: Path) -> None:
     """UserError for a path that no file can be written to, before an hour of measurements."""
     if path.suffix == ".csv":
@@ -128,7 +145,10 @@ def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> No
     """Write all tables, and `about` the measurement; beside it a .csv with a line for each cell. UserError if a file
     cannot be written."""
     write_record(path, {**about, "tables": [table.record() for table in tables]})
-    with _writing(path), path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+    with (
+        os_errors(f"--json: cannot write {path}"),
+        path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file,
+    ):
         lines = [line for table in tables for line in table.lines()]
         writer = csv.DictWriter(file, dict.fromkeys(key for line in lines for key in line))
         writer.writeheader()
@@ -137,17 +157,9 @@ def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> No
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a measurement with its date as JSON. UserError if the file cannot be written."""
-    with _writing(path):
+    with os_errors(f"--json: cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **record}, indent=1) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
 
 
 def write_png(tables: Sequence[Table], path: Path) -> None:
@@ -168,10 +180,9 @@ def write_png(tables: Sequence[Table], path: Path) -> None:
         axis.set_title(table.title)
         axis.legend(fontsize=7, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--png: cannot write {path}: {error.strerror}.") from None
+        with os_errors(f"--png: cannot write {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)
 

@@ -15,13 +15,11 @@ any setting of llm_pretrain.py after a model, --lora too, the scheme's options a
 import dataclasses
 import itertools
 import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, about_run, figures_path, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training_cell import CellSettings, run_apart
 from qtrain.core.checks import check_fields
@@ -89,7 +87,7 @@ def main(argv: list[str]) -> None:
     hardware = describe_hardware(device)
     table = step_table(results, f"Training steps on {hardware.name}")
     print(table.markdown(), clocks.line(), sep="\n\n")
-    path = Path(settings.json or f"runs/train_step/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path = figures_path(settings, "train_step")
     write_json([table], path, about_run(settings, hardware.name, clocks.record()))
     print(f"figures     {path}")
 

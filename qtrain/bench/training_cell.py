@@ -96,14 +96,10 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     in_backward = OptimizerInBackward(run.optimizer, run.parallel) if settings.optimizer_in_backward else None
     # Ranks train on different tokens, as in a run: an MoE's routing depends on them.
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.reader)
+    size = (architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
-        batches = [
-            random_batch(architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len, generator).to(
-                device
-            )
-        ]
-        batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
+        batches = [random_batch(*size, generator).to(device)] * geometry.gradient_accumulation  # any tokens are as fast
         gradients = compute_gradients(
             model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
         )
@@ -120,8 +116,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
         marks.append(_mark(device))
         loss = gradients.loss
     # From the end of a step to the end of the next: what the host prepares meanwhile is not counted twice.
-    times = [_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:])]
-    seconds = statistics.median(times)
+    seconds = statistics.median(_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:]))
     tok_s = plan.tokens_per_step / seconds
     return {
         "tok_s": tok_s,

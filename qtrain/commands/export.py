@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 def export(settings: ExportSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.models import check_export_folder, check_exports, read_formats
+    from qtrain.models import ExportOptions, check_export_folder, check_exports, left_by_training, read_formats
     from qtrain.train.assembly.exports import check_pushes, export_folders, push_exports
     from qtrain.train.assembly.measured import MeasuredModel
     from qtrain.train.settings.machine import choose_device
@@ -72,15 +72,9 @@ def export(settings: ExportSettings) -> None:
     # ---- codes, folders ----------------------------------------------------------------------------------------------
     positions = measured.settings.seq_len if measured.settings else 0
     with measured.to_export(device) as (model, notes):
+        options = ExportOptions(tokenizer, left_by_training(linears), positions)
         lines = export_folders(
-            model,
-            measured.source,
-            folders,
-            tokenizer,
-            linears=linears,
-            card=measured.card(settings.model, notes),
-            trained_positions=positions,
-            flag="--format",
+            model, measured.source, folders, options, measured.card(settings.model, notes), "--format"
         )
     print("\n".join([*lines, *notes]))
     if settings.push_to_hub is not None:

@@ -10,7 +10,7 @@ Of a run the newest checkpoint generates, in the scheme that it was trained with
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range, user_path
@@ -19,7 +19,9 @@ from qtrain.core.errors import UserError
 from qtrain.train.settings.listing import listing
 
 if TYPE_CHECKING:
+    from qtrain.models import Decoding
     from qtrain.train.generate.prompts import Given
+    from qtrain.train.generate.source import TextModel
 
 NAME = "-m qtrain generate"
 
@@ -103,7 +105,7 @@ def generate(settings: GenerateSettings) -> None:
     given = _given(settings)
 
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.models import Decoder, Decoding, Sampling, why_other_bits
+    from qtrain.models import Decoder, why_other_bits
     from qtrain.train.assembly.deterministic import use_deterministic_kernels
     from qtrain.train.generate.chat import Chat
     from qtrain.train.generate.prompts import PromptReader, chat_renderer
@@ -138,23 +140,7 @@ def generate(settings: GenerateSettings) -> None:
         if settings.deterministic and (reason := why_other_bits(model, positions or 0)):
             raise UserError(f"--deterministic: logits of {settings.model} depend on the batch: {reason}.")
         eos_ids, stops = found.ends(renderer)  # again: the hub's generation settings come with the weights
-        sampling = Sampling(
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            settings.repetition_penalty,
-            settings.seed,
-        )
-        decoding = Decoding(
-            settings.max_new_tokens,
-            sampling,
-            eos_ids=eos_ids,
-            vocab_size=min(tokenizer.vocab_size, found.vocab_size or tokenizer.vocab_size),
-            context=positions,
-            logprobs=settings.logprobs,
-            fast=not settings.deterministic,
-        )
+        decoding = _decoding(settings, found, eos_ids)
         stops = (*stops, *settings.stop)
         if not isinstance(model, Decoder):
             print("cache     none for models of transformers: every token reads the whole text again", file=sys.stderr)
@@ -162,18 +148,25 @@ def generate(settings: GenerateSettings) -> None:
             Chat(model, reader, decoding, stops).run(totals)
         else:
             records = None if settings.json is None else user_path(settings.json, "--json")
-            write_texts(
-                model,
-                tokenizer,
-                prompts,
-                Output(_names(given, settings.samples), records),
-                totals,
-                decoding=decoding,
-                stops=stops,
-                samples=settings.samples,
-                batch_size=settings.batch_size,
-            )
+            output = Output(_names(given, settings.samples), records)
+            how = {"stops": stops, "samples": settings.samples, "batch_size": settings.batch_size}
+            write_texts(model, tokenizer, prompts, output, totals, decoding=decoding, **how)
     print(totals.line(), file=sys.stderr)
+
+
+def _decoding(settings: GenerateSettings, found: "TextModel", eos_ids: tuple[int, ...]) -> "Decoding":
+    from qtrain.models import Decoding, Sampling
+
+    own = found.tokenizer.vocab_size
+    return Decoding(
+        settings.max_new_tokens,
+        Sampling(**{f.name: getattr(settings, f.name) for f in fields(Sampling)}),
+        eos_ids=eos_ids,
+        vocab_size=min(own, found.vocab_size or own),
+        context=found.positions,
+        logprobs=settings.logprobs,
+        fast=not settings.deterministic,
+    )
 
 
 def _given(settings: GenerateSettings) -> "list[Given]":

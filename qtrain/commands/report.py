@@ -16,7 +16,7 @@ from typing import Annotated
 
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import parse
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, os_errors
 from qtrain.train.log.report.compare import compare_page, compared
 from qtrain.train.log.report.page import bokeh_files
 from qtrain.train.log.report.records import RunRecords, check_records, check_run, damage, read_run
@@ -67,10 +67,8 @@ def main(argv: list[str]) -> None:
         if damaged := damage(run):
             print(f"warning: {run.folder}: {damaged}")
     text = run_page(runs[0]) if len(runs) == 1 else comparison(runs)
-    try:
+    with os_errors(f"--out: cannot write {out}"):
         write_page(text, out)
-    except OSError as error:
-        raise UserError(f"--out: cannot write {out}: {error.strerror}.") from None
     print(f"report      {out}")
 
 

@@ -1,7 +1,8 @@
 """The error types that are messages: a user's mistake, and a run that cannot go on; and the wording they share."""
 
+import contextlib
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class UserError(Exception):
@@ -53,6 +54,15 @@ def explained(error: Exception) -> TrainingStopped | None:
 def first_line(error: BaseException | str) -> str:
     """What an error says, in one line; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def os_errors(what: str, end: str = ".") -> Iterator[None]:
+    """Inside, an OSError becomes a UserError that says `what` failed, "--json: cannot write FILE", and why."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}{end}") from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:

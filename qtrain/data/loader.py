@@ -118,21 +118,15 @@ class PrefetchProcess(PrefetchThread[Item]):
 
 
 class PrefetchLoader(Iterator[Item]):
-    """Iterates the items of `producers` in turn. `close`, or `with`, stops them.
+    """Iterates the items of `producers` in turn. `close`, or `with`, stops them. Where there is a GPU, batches are
+    pinned for copies to it.
 
-    finish: makes the (batch, position) of a produced item, in the thread of the caller; None: it is one. pin_memory:
-    pin batches for copies to the GPU; None: where there is a GPU.
+    finish: makes the (batch, position) of a produced item, in the thread of the caller; None: it is one.
     """
 
-    def __init__(
-        self,
-        producers: Sequence[PrefetchThread],
-        *,
-        finish: Callable[[Any], Item] | None = None,
-        pin_memory: bool | None = None,
-    ):
+    def __init__(self, producers: Sequence[PrefetchThread], *, finish: Callable[[Any], Item] | None = None):
         self.producers, self._finish, self._turn = producers, finish, 0
-        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._pin = torch.cuda.is_available()
 
     def __next__(self) -> Item:
         item = self.producers[self._turn % len(self.producers)].get()
@@ -223,7 +217,6 @@ class Loader(PrefetchLoader):
         rank: int = 0,
         ranks: int = 1,
         prefetch: int = 8,
-        pin_memory: bool | None = None,
     ):
         if position is not None:
             stream.seek(position)
@@ -232,7 +225,7 @@ class Loader(PrefetchLoader):
             producer = PrefetchProcess(_batches_in_process, args)
         else:
             producer = PrefetchThread(batches(stream, micro_batch_size, rank, ranks), prefetch)
-        super().__init__([producer], pin_memory=pin_memory)
+        super().__init__([producer])
 
 
 def batches(stream: Stream, micro_batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[Item]:

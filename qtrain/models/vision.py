@@ -4,14 +4,14 @@ import contextlib
 import functools
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from qtrain.core.errors import UserError, first_line, missing_package, nearest
 from qtrain.core.hub import reaching_hub
@@ -20,6 +20,7 @@ from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.recompute import Region, selective_contexts
 from qtrain.quant.compiled_layers import allow_kinds_of
+from qtrain.quant.export import exported_tensors
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -174,7 +175,6 @@ def compile_vision(model: nn.Module) -> None:
 
 def export_timm(
     model: nn.Module,
-    tensors: Mapping[str, Callable[[], Tensor]],
     folder: Path,
     *,
     name: str,
@@ -183,9 +183,10 @@ def export_timm(
     image: Mapping[str, Any],
 ) -> None:
     """Write model.safetensors and config.json in timm's format, for `timm.create_model(name, checkpoint_path=...)` and
-    `timm.create_model("local-dir:FOLDER")`. tensors: name in `state_dict` -> function that returns the value."""
+    `timm.create_model("local-dir:FOLDER")`."""
     values = {
-        key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone() for key, make in tensors.items()
+        key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone()
+        for key, make in exported_tensors(model).items()
     }
     cfg: Any = model.pretrained_cfg
     known = ("first_conv", "classifier", "pool_size", "fixed_input_size")

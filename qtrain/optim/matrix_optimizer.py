@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -26,6 +27,8 @@ from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_sh
 from qtrain.tensors.partition import Placement
 
 Groups = list[dict[str, Any]]
+BuildRest = Callable[[Groups], LowBitOptimizer]
+"""Builds the optimizer of the groups that are no hidden matrices."""
 
 Rest = Literal["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_4bit"]
 
@@ -100,14 +103,9 @@ class MatrixOptimizerSpec(OptimizerSpec):
 
     def build(self, groups: Groups, lr: float, seed: int = 0) -> PartitionedOptimizer:
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._SPEC_ONLY}
-        return self.method(
-            groups,
-            {"lr": lr, **options},
-            lambda others: self._rest().build(others, lr, seed=seed ^ REST_SALT),
-            seed=seed,
-            sr=self.sr,
-            rest_lr_scale=self.rest_lr_scale,
-        )
+        rest: BuildRest = partial(self._rest().build, lr=lr, seed=seed ^ REST_SALT)
+        defaults, scale = {"lr": lr, **options}, self.rest_lr_scale
+        return self.method(groups, defaults, rest, seed=seed, sr=self.sr, rest_lr_scale=scale)
 
 
 @dataclass
@@ -127,14 +125,7 @@ class MatrixOptimizer(PartitionedOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        defaults: dict[str, Any],
-        rest: Callable[[Groups], LowBitOptimizer],
-        *,
-        seed: int,
-        sr: bool,
-        rest_lr_scale: float = 1.0,
+        self, groups: Groups, defaults: dict[str, Any], rest: BuildRest, *, seed: int, sr: bool, rest_lr_scale: float
     ):
         # torch's base class gets the hidden groups alone; the others' are appended once their optimizer has checked
         # them.

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,28 +124,17 @@ def _bucket_bytes(buckets: Sequence[Sequence[RowSlice]], tensors: Sequence[HostS
 
 class OffloadedUpdate:
     """`FusedUpdate` over slots of whose states and masters those that `names` say (HOST_NAMES) are in host memory; the
-    constructor moves them to pinned memory. Weights are there of slots that have a `device`."""
+    constructor moves them to pinned memory. Weights are there of slots that have a `device`. options: of the update."""
 
-    def __init__(
-        self,
-        rule: str,
-        slots: Sequence[Slot],
-        *,
-        groups: int = 1,
-        seed: int = 0,
-        sr: bool = True,
-        kernel: bool | None = None,
-        names: Collection[str] = HOST_NAMES,
-    ):
+    def __init__(self, rule: str, slots: Sequence[Slot], *, names: Collection[str] = HOST_NAMES, **options: Any):
         self.slots = list(slots)
         self.device = slots[0].device or slots[0].weight.device
         on_cuda = self.device.type == "cuda"
-        tensors = [_sizes_of(slot, names, on_cuda if kernel is None else kernel) for slot in self.slots]
+        use_kernel = on_cuda if (kernel := options.get("kernel")) is None else kernel
+        tensors = [_sizes_of(slot, names, use_kernel) for slot in self.slots]
         buckets = fill_buckets(tensors)
         sizes = _bucket_bytes(buckets, tensors)
-        self._stages = [
-            torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(min(STAGES, len(sizes)))
-        ]
+        self._stages = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in sizes[:STAGES]]
         self._buckets: list[_Bucket] = []
         host = torch.empty(0, dtype=torch.uint8)
         for index, slices in enumerate(buckets):
@@ -166,7 +156,7 @@ class OffloadedUpdate:
                     weight, gradients[i] = (stage.allocate_like(slot.weight) for _ in range(2))
                     staged[i] = replace(staged[i], weight=weight, device=None)
                     transfers.append((slot.weight, weight))  # there and back; the gradient only there
-            update = FusedUpdate(rule, staged, groups=groups, seed=seed, sr=sr, kernel=kernel)
+            update = FusedUpdate(rule, staged, **options)
             for owned, slot in zip(slices, staged, strict=True):
                 # The slices of a tensor start from the same step count and get gradients in the same steps.
                 self.slots[owned.owner].step = slot.step

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrain.core.errors import UserError
+from qtrain.core.errors import os_errors
 from qtrain.pairs.results import RunResult, grouped, make_pairs, title_of
 from qtrain.train.log.report.compare import ComparedRun, compare_page
 from qtrain.train.log.report.records import Curve
@@ -23,10 +23,8 @@ def write_pages(runs: Sequence[RunResult], reference: str, path: Path) -> list[P
         page = path.with_name(f"{path.stem}{number}.html")
         ordered = sorted(found, key=lambda run: (run.variant != reference, run.seed))
         title = f"{title_of(found[0])}: variants over {reference}"
-        try:
+        with os_errors(f"--json: cannot write {page}"):
             write_page(compare_page([_compared(run) for run in ordered], title), page)
-        except OSError as error:
-            raise UserError(f"--json: cannot write {page}: {error.strerror}.") from None
         written.append(page)
     return written
 

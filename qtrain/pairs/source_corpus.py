@@ -22,7 +22,7 @@ from typing import Annotated
 
 from qtrain.core.checks import Range, user_path
 from qtrain.core.config import parse
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, os_errors
 from qtrain.core.process import run_script
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
 from qtrain.pairs.results import data_fingerprint
@@ -101,15 +101,13 @@ def write_text(settings: SourceCorpusSettings, folder: Path) -> None:
             raise UserError(
                 f"--roots: of {len(files)} files with source code none is in the split {split!r}; give more."
             )
-    try:
+    with os_errors(f"--output_dir: cannot write {folder}", end=""):
         folder.mkdir(parents=True, exist_ok=True)
         for split, chosen in splits.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as out:
                 for file in chosen:
                     out.write(json.dumps({"text": file.path.read_bytes().decode()}) + "\n")
             print(f"{split}: {len(chosen):,} files, {sum(file.size for file in chosen) / 1e6:,.1f} MB", flush=True)
-    except OSError as error:
-        raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
 
 
 def _roots(given: tuple[str, ...]) -> list[Path]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.update_rules import LowBitWeight
@@ -170,7 +171,7 @@ class StoredWeight(Tensor, LowBitWeight):
         return func(*args, **kwargs)
 
 
-@torch.library.custom_op("qtrain::read_again", mutates_args=())
+@operator("read_again", fake=lambda tensor: torch.empty_like(tensor))
 def read_again(tensor: Tensor, after: Tensor) -> Tensor:
     """A copy of a weight's scale or codes that depends on `after`: `grad_input` dequantizes the weight after dy.
 
@@ -178,11 +179,6 @@ def read_again(tensor: Tensor, after: Tensor) -> Tensor:
     dequantized weight in memory between them.
     """
     return tensor.clone()
-
-
-@read_again.register_fake
-def _(tensor: Tensor, after: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
 
 
 def _codes(value: Tensor, format: str, key: Tensor | None = None, role: int = 0) -> tuple[Tensor, Tensor]:

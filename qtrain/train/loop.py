@@ -43,14 +43,7 @@ from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import Forward
 from qtrain.train.step.in_backward import OptimizerInBackward
-from qtrain.train.step.step import (
-    ExpertBalance,
-    TeacherLoss,
-    apply_gradients,
-    compute_gradients,
-    eval_weights,
-    set_lr,
-)
+from qtrain.train.step.step import ExpertBalance, TeacherLoss, apply_gradients, compute_gradients, eval_weights, set_lr
 
 log = logging.getLogger("qtrain")
 

@@ -120,7 +120,8 @@ def test_a_producer_that_dies_is_noticed(datasets):
 
 FORGETFUL = """
 import os, signal, sys
-from qtrain.data import Loader, StreamContext, open_stream
+from qtrain.data.loader import Loader
+from qtrain.data.stream import StreamContext, open_stream
 if __name__ == "__main__":
     loader = Loader(open_stream({spec!r}, StreamContext(100), "--train_ds"), 2, num_workers={num_workers})
     next(loader)

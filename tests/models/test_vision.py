@@ -17,7 +17,7 @@ from qtrain.models import (
     repeated_blocks,
 )
 from qtrain.models.cost.vision import vision_cost
-from qtrain.quant import SCHEMES, exported_tensors, quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.any_model import output_head
 
 timm = pytest.importorskip("timm")
@@ -131,8 +131,7 @@ def test_timm_loads_the_export_by_file_and_by_folder(scheme, tmp_path):
     quantize_linears(model, SCHEMES.make(scheme, {}, "--quantize"), seed=0, head=output_head(model))
     image = image_config(model, SMALL)
     classes = ("a", "b", "c", "d", "e")
-    tensors = exported_tensors(model)
-    export_timm(model, tensors, tmp_path, name=NAME, kwargs=SMALL, classes=classes, image=image)
+    export_timm(model, tmp_path, name=NAME, kwargs=SMALL, classes=classes, image=image)
     by_file = timm.create_model(NAME, num_classes=5, **SMALL, checkpoint_path=tmp_path / "model.safetensors")
     by_folder = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     images = torch.randn(2, 3, 16, 16)

@@ -25,52 +25,32 @@ HOST_LINK_REACHED = 0.86
 """Of `Gpu.host_link`: an H100 on PCIe 5 copies pinned memory at 54.1 GB/s to the GPU and 54.7 GB/s back."""
 
 
+def _gpu(memory_gib: float, link: str, host_link: float, **peaks: float) -> Gpu:
+    return Gpu(peaks, memory_gib, link, host_link)
+
+
 # By product name (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks
 # of their own.
 DATASHEET = {
-    "H100 PCIe": Gpu(
-        {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0}, 79.1, "pcie", PCIE_5
+    "H100 PCIe": _gpu(79.1, "pcie", PCIE_5, bf16=756.4, fp8=1512.9, int8=1512.9, fp32=51.2, bandwidth=2.0),
+    "H100": _gpu(79.1, "nvlink", PCIE_5, bf16=989.4, fp8=1978.9, int8=1978.9, fp32=66.9, bandwidth=3.35),
+    "H200": _gpu(139.8, "nvlink", PCIE_5, bf16=989.4, fp8=1978.9, int8=1978.9, fp32=66.9, bandwidth=4.8),
+    "H800": _gpu(79.1, "nvlink_h800", PCIE_5, bf16=989.4, fp8=1978.9, int8=1978.9, fp32=66.9, bandwidth=3.35),
+    "B200": _gpu(
+        178.4, "nvlink5", PCIE_5, bf16=2250.0, fp8=4500.0, mxfp8=4500.0, int8=4500.0, fp32=75.0, bandwidth=8.0
     ),
-    "H100": Gpu(
-        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink", PCIE_5
+    "GB200": _gpu(
+        184.3, "nvlink5", NVLINK_C2C, bf16=2500.0, fp8=5000.0, mxfp8=5000.0, int8=5000.0, fp32=80.0, bandwidth=8.0
     ),
-    "H200": Gpu(
-        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8}, 139.8, "nvlink", PCIE_5
+    "A100": _gpu(79.3, "nvlink3", PCIE_4, bf16=311.9, int8=623.7, fp32=19.5, bandwidth=2.04),
+    "A100 PCIe": _gpu(79.3, "pcie4", PCIE_4, bf16=311.9, int8=623.7, fp32=19.5, bandwidth=1.94),
+    "L40S": _gpu(44.4, "pcie4", PCIE_4, bf16=362.1, fp8=733.0, int8=733.0, fp32=91.6, bandwidth=0.864),
+    "RTX PRO 6000": _gpu(
+        94.9, "pcie", PCIE_5, bf16=503.8, fp8=1007.6, mxfp8=1007.6, int8=1007.6, fp32=125.0, bandwidth=1.792
     ),
-    "H800": Gpu(
-        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink_h800", PCIE_5
-    ),
-    "B200": Gpu(
-        {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
-        178.4,
-        "nvlink5",
-        PCIE_5,
-    ),
-    "GB200": Gpu(
-        {"bf16": 2500.0, "fp8": 5000.0, "mxfp8": 5000.0, "int8": 5000.0, "fp32": 80.0, "bandwidth": 8.0},
-        184.3,
-        "nvlink5",
-        NVLINK_C2C,
-    ),
-    "A100": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04}, 79.3, "nvlink3", PCIE_4),
-    "A100 PCIe": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94}, 79.3, "pcie4", PCIE_4),
-    "L40S": Gpu({"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864}, 44.4, "pcie4", PCIE_4),
-    "RTX PRO 6000": Gpu(
-        {"bf16": 503.8, "fp8": 1007.6, "mxfp8": 1007.6, "int8": 1007.6, "fp32": 125.0, "bandwidth": 1.792},
-        94.9,
-        "pcie",
-        PCIE_5,
-    ),
-    "RTX 4090": Gpu(
-        {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008}, 23.5, "pcie4", PCIE_4
-    ),
-    "RTX 5090": Gpu(
-        {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
-        31.4,
-        "pcie",
-        PCIE_5,
-    ),
-    "RTX 3090": Gpu({"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936}, 23.6, "pcie4", PCIE_4),
+    "RTX 4090": _gpu(23.5, "pcie4", PCIE_4, bf16=165.2, fp8=330.3, int8=660.6, fp32=82.6, bandwidth=1.008),
+    "RTX 5090": _gpu(31.4, "pcie", PCIE_5, bf16=209.5, fp8=419.0, mxfp8=419.0, int8=838.0, fp32=104.8, bandwidth=1.792),
+    "RTX 3090": _gpu(23.6, "pcie4", PCIE_4, bf16=71.0, int8=284.0, fp32=35.6, bandwidth=0.936),
 }
 
 

@@ -81,11 +81,9 @@ def _products(size: int, device: torch.device) -> dict[str, tuple[Callable[..., 
 
 def product_rate(multiply: Callable[..., torch.Tensor], a: torch.Tensor) -> float:
     """TFLOP/s of one call: a, square, times its transpose."""
-    _wait(a.device)
-    start = time.perf_counter()
+    start = synchronized_time(a.device)
     multiply(a, a.t())
-    _wait(a.device)
-    return 2 * len(a) ** 3 / (time.perf_counter() - start) / 1e12
+    return 2 * len(a) ** 3 / (synchronized_time(a.device) - start) / 1e12
 
 
 def host_link_rate(device: torch.device) -> float:
@@ -94,16 +92,16 @@ def host_link_rate(device: torch.device) -> float:
     on_gpu = torch.empty_like(on_host, device=device)
 
     def seconds(to: torch.Tensor, source: torch.Tensor) -> float:
-        _wait(device)
-        start = time.perf_counter()
+        start = synchronized_time(device)
         to.copy_(source, non_blocking=True)
-        _wait(device)
-        return time.perf_counter() - start
+        return synchronized_time(device) - start
 
     ways = ((on_gpu, on_host), (on_host, on_gpu))
     return len(on_host) / max(min(seconds(*way) for _ in range(3)) for way in ways)
 
 
-def _wait(device: torch.device) -> None:
+def synchronized_time(device: torch.device) -> float:
+    """`time.perf_counter()`, once the device has done what was launched on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -106,7 +106,7 @@ class ImageTransform:
     data_config: the model's `input_size`, `mean`, `std`, `interpolation`, `crop_pct` and `crop_mode`.
     """
 
-    def __init__(self, data_config: Mapping[str, Any], augmentation: Augmentation | None, flag: str = "--augment"):
+    def __init__(self, data_config: Mapping[str, Any], augmentation: Augmentation | None):
         """augmentation: None for evaluation. UserError for a policy that timm does not know."""
         from timm.data import create_transform
 
@@ -124,7 +124,7 @@ class ImageTransform:
         except (AssertionError, KeyError, ValueError, IndexError, AttributeError, NotImplementedError):
             policy = shown(self.policy)
             raise UserError(
-                f"{flag}.auto_augment: timm does not know the policy {policy}; for example 'rand-m9-mstd0.5-inc1'."
+                f"--augment.auto_augment: timm does not know the policy {policy}; for example 'rand-m9-mstd0.5-inc1'."
             ) from None
         for step in getattr(self._transform, "transforms", ()):
             for operation in _operations(step):

@@ -101,9 +101,9 @@ class BatchMaker:
         """What the order of the images depends on."""
         return {"images": len(self.images), "batch_size": self.batch_size, "seed": self.seed}
 
-    def find(self, position: Mapping[str, Any], flag: str) -> int:
+    def find(self, position: Mapping[str, Any]) -> int:
         """The index of the micro-batch at `position`. UserError for one of another set, seed or batch size."""
-        check_position(position, self._fixed, flag)
+        check_position(position, self._fixed, "--train_ds")
         # Whole micro-batches: a position is between two.
         return position["epoch"] * self.per_epoch + position["image"] // self.micro_batch_size
 
@@ -116,14 +116,13 @@ class ImageLoader(PrefetchLoader):
     def __init__(
         self,
         maker: BatchMaker,
-        flag: str,
         *,
         num_workers: int = 0,
         position: Mapping[str, Any] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ):
-        start = 0 if position is None else maker.find(position, flag)
+        start = 0 if position is None else maker.find(position)
         if num_workers:
             # Worker n produces every num_workers-th step's micro-batch; they are taken in turn.
             ranges = [(maker, start + n * ranks, num_workers * ranks, rank, ranks) for n in range(num_workers)]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, os_errors
 from qtrain.core.hub import HUB_DATASETS, hub_folder
 from qtrain.core.reading import refuse_special
 from qtrain.data.files import as_list, data_path, match_files
@@ -120,12 +120,9 @@ def _manifest(folder: Path, known: dict[Path, Manifest], flag: str) -> Manifest:
 def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
     """Recognise a .bin file and check its size. Raises UserError naming the file."""
     refuse_special(path, flag)
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            header = stream.read(HEADER_BYTES)
-    except OSError as error:
-        raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+    with os_errors(f"{flag}: cannot read {path}", end=""), path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        header = stream.read(HEADER_BYTES)
     if manifest is not None and manifest.layout == "raw":
         shard = _listed(path, manifest, flag)
     elif header.startswith(LLMQ_MAGIC) or int.from_bytes(header[:4], "little") in LLMC:
@@ -197,7 +194,7 @@ class TokenArray:
     def _read(self, shard_index: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """`count` items from byte `offset` of a shard. UserError where the file cannot be read or has another size."""
         shard, items = self.shards[shard_index], np.empty(count, dtype)
-        try:
+        with os_errors(f"{self._flag}: cannot read {shard.path}", end=""):
             file = self._opened(shard_index)
             size, read = os.fstat(file.fileno()).st_size, 0
             file.seek(offset)
@@ -207,8 +204,6 @@ class TokenArray:
                 if not n:  # truncated since fstat
                     size = offset + read
                 read += n
-        except OSError as error:
-            raise UserError(f"{self._flag}: cannot read {shard.path}: {error.strerror or error}") from None
         if size != shard.size:
             raise UserError(
                 f"{self._flag}: {shard.path} has changed under the run: it had {shard.size} bytes, now {size}. Write "

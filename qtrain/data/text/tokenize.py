@@ -6,6 +6,7 @@ earlier run stopped. A shard is renamed to its final name when it is complete an
 by one that lists it and has the place in the corpus where the next shard starts. Resuming discards unfinished shards.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qtrain.core.checksums import sha256_of
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, os_errors
 from qtrain.data.text.corpus import Corpus, Document
 from qtrain.data.text.manifest import Manifest, ShardEntry, damaged_shard, publish
 from qtrain.data.text.shards import shard_header
@@ -58,24 +59,20 @@ def tokenize(
     writer = ShardWriter(folder, manifest, shard_tokens)
     chunks = encode_chunks(corpus, tokenizer, cursor["source"], np.dtype(manifest.dtype), n_procs)
     documents, skip = cursor["documents"], cursor["tokens"]
-    try:
-        with TokenizeProgress(f"tokenizing {folder}", corpus.n_documents, documents) as progress:
-            left = max_tokens - manifest.tokens if max_tokens else sys.maxsize
-            for chunk in chunks:
-                chunk = chunk._replace(ids=chunk.ids[: skip + left])
-                left -= len(chunk.ids) - skip
-                writer.write(chunk, documents, skip)
-                documents += chunk.documents
-                progress.advance(chunk.documents, len(chunk.ids) - skip)
-                skip = 0  # only the first chunk was begun by an earlier run
-                if not left:
-                    break
-            manifest.documents = documents
-            writer.finish()
-    except OSError as error:
-        raise UserError(f"--output_dir: cannot write to {folder}: {error.strerror or error}") from None
-    finally:
-        chunks.close()
+    progress = TokenizeProgress(f"tokenizing {folder}", corpus.n_documents, documents)
+    with contextlib.closing(chunks), os_errors(f"--output_dir: cannot write to {folder}", end=""), progress:
+        left = max_tokens - manifest.tokens if max_tokens else sys.maxsize
+        for chunk in chunks:
+            chunk = chunk._replace(ids=chunk.ids[: skip + left])
+            left -= len(chunk.ids) - skip
+            writer.write(chunk, documents, skip)
+            documents += chunk.documents
+            progress.advance(chunk.documents, len(chunk.ids) - skip)
+            skip = 0  # only the first chunk was begun by an earlier run
+            if not left:
+                break
+        manifest.documents = documents
+        writer.finish()
     return manifest, progress.speed
 
 

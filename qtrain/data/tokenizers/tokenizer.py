@@ -17,7 +17,7 @@ from typing import Any
 
 from qtrain.core.checks import read_json, user_path
 from qtrain.core.checksums import check_checksums
-from qtrain.core.errors import NotHere, UserError, did_you_mean, first_line
+from qtrain.core.errors import NotHere, UserError, did_you_mean, first_line, os_errors
 from qtrain.core.hub import hub_reachable, reaching_hub
 from qtrain.core.reading import refuse_special
 from qtrain.data.tokenizers.panics import muted_panics
@@ -289,11 +289,9 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     """Read a .model file, or a tokenizer.json with the tokenizer_config.json next to it."""
     if path.suffix == ".model":
         check_checksums(path.parent, flag, lambda file: file == path.name)
-        try:
+        with os_errors(f"{flag}: cannot read {path}", end=""):
             model = path.read_bytes()
-            return FastTokenizer(name, *convert_sentencepiece(model, path, flag), sentencepiece_model=model)
-        except OSError as error:
-            raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+        return FastTokenizer(name, *convert_sentencepiece(model, path, flag), sentencepiece_model=model)
     for file in (*HUB_FILES, "tokenizer.model"):
         refuse_special(path.parent / file, flag)
     check_checksums(path.parent, flag, lambda file: file in (*HUB_FILES, "tokenizer.model"))

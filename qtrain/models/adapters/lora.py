@@ -209,18 +209,18 @@ def merge_format(name: str, flag: str = "--lora") -> ExportFormat:
     return allowed[name]
 
 
-def check_merge_format(model: nn.Module, lora: Lora, flag: str = "--lora") -> None:
+def check_merge_format(model: nn.Module, lora: Lora) -> None:
     """UserError for a linear of `model`, which may be on the meta device, whose merged weight `merge_format` cannot
     hold."""
     if lora.merge_format is None:
         return
-    fmt = merge_format(lora.merge_format, flag)
+    fmt = merge_format(lora.merge_format)
     for name, found in projections(model).items():
         for projection in found:
             why = fmt.refusal(projection.stop - projection.start, _linear(model, name).in_features)
             if why and (projection.word in lora.names or ALL in lora.names):
                 raise UserError(
-                    f"{flag}.merge_format: {lora.merge_format!r} cannot hold {projection.hf_name}: {why}; name another "
+                    f"--lora.merge_format: {lora.merge_format!r} cannot hold {projection.hf_name}: {why}; name another "
                     "format, or other targets."
                 )
 

@@ -2,9 +2,8 @@
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -15,8 +14,8 @@ from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat, Safete
 from qtrain.models.hf.formats.gguf import Gguf
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.gguf_export import export_gguf
-from qtrain.models.hf.io import ExportableTokenizer, export_hf
-from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes, export_quantized
+from qtrain.models.hf.io import export_hf
+from qtrain.models.hf.quantized_export import HEAD, ExportOptions, HeldCodes, WeightsInCodes, export_quantized
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
 from qtrain.quant.choices import LinearChoice
@@ -83,24 +82,15 @@ def check_export_folder(folder: Path, flag: str, source: str | None = None) -> N
 
 
 def export_as(
-    fmt: ExportFormat,
-    model: nn.Module,
-    source: ModelSource,
-    folder: Path,
-    tokenizer: ExportableTokenizer | None = None,
-    *,
-    left: Collection[str] = (HEAD,),
-    trained_positions: int = 0,
-    card: Card | None = None,
+    fmt: ExportFormat, model: nn.Module, source: ModelSource, folder: Path, options: ExportOptions
 ) -> HeldCodes | None:
-    """Write `model` into `folder`, which is replaced when all is written. left: linears that stay in high precision.
-    Returns what became of the codes; None: the export has none."""
-    options: dict[str, Any] = {"left": left, "trained_positions": trained_positions, "card": card}
+    """Write `model` into `folder`, which is replaced when all is written. Returns what became of the codes; None: the
+    export has none."""
     if isinstance(fmt, Gguf) and isinstance(model, Decoder):
-        return export_gguf(model, folder, fmt, tokenizer, **options)
+        return export_gguf(model, folder, fmt, options)
     if isinstance(fmt, SafetensorsFormat) and isinstance(model, Decoder):
-        return export_quantized(model, source, folder, fmt, tokenizer, **options)
+        return export_quantized(model, source, folder, fmt, options)
     assert isinstance(fmt, Dense), "`check_exports` refuses other models in codes"
-    text = None if card is None else lambda: card(None, None)
-    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, card=text)
+    text = None if (card := options.card) is None else lambda: card(None, None)
+    export_hf(model, source, folder, options.tokenizer, trained_positions=options.trained_positions, card=text)
     return None

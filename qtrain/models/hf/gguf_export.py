@@ -4,7 +4,6 @@ llama.cpp rotates neighbouring elements of llama's heads, so rows of q and k are
 routers in fp32, and the matrices of all experts of a layer in one tensor.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from qtrain.models.config.hf_layout import TensorSlice
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.hf.formats.gguf import ARCHITECTURES, Gguf
 from qtrain.models.hf.gguf_tokenizer import add_tokenizer
-from qtrain.models.hf.io import CARD, ExportableTokenizer, replacing
-from qtrain.models.hf.quantized_export import HEAD, Card, HeldCodes, WeightsInCodes
+from qtrain.models.hf.io import CARD, replacing
+from qtrain.models.hf.quantized_export import PLAIN, ExportOptions, HeldCodes, WeightsInCodes
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.decoder import Decoder
 
@@ -24,24 +23,15 @@ NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 """What the package calls BitNet's norms, by transformers' name."""
 
 
-def export_gguf(
-    model: Decoder,
-    folder: Path | str,
-    fmt: Gguf,
-    tokenizer: ExportableTokenizer | None = None,
-    *,
-    left: Collection[str] = (HEAD,),
-    trained_positions: int = 0,
-    card: Card | None = None,
-) -> HeldCodes | None:
-    """Write FILE and the tokenizer's files into `folder`. left: linears in high precision. Returns what became of
-    the codes; None: there are none. Raises UserError."""
+def export_gguf(model: Decoder, folder: Path | str, fmt: Gguf, options: ExportOptions = PLAIN) -> HeldCodes | None:
+    """Write FILE and the tokenizer's files into `folder`. Returns what became of the codes; None: there are none.
+    Raises UserError."""
     import gguf
 
-    weights = WeightsInCodes(model, fmt, left)
+    weights, tokenizer = WeightsInCodes(model, fmt, options.left), options.tokenizer
     with replacing(Path(folder)) as temporary, writing_export(folder):
         writer = gguf.GGUFWriter(temporary / FILE, ARCHITECTURES[model.config.model_type])
-        _add_settings(writer, model.config, fmt, trained_positions)
+        _add_settings(writer, model.config, fmt, options.trained_positions)
         if tokenizer is not None:
             tokenizer.save_hf(temporary)
         if tokenizer is None or not add_tokenizer(writer, temporary, tokenizer, model.config.vocab_size):
@@ -61,8 +51,8 @@ def export_gguf(
         writer.close()
         finish_export(temporary, [path.name for path in temporary.iterdir()])
         held = weights.held if fmt.weight is not None else None
-        if card is not None:
-            (temporary / CARD).write_text(card(None, held), encoding="utf-8")
+        if options.card is not None:
+            (temporary / CARD).write_text(options.card(None, held), encoding="utf-8")
     return held
 
 

@@ -25,15 +25,7 @@ from qtrain.models.native.decoder import Decoder
 from qtrain.quant import LowBitLinear
 from qtrain.quant.choices import shared_weights
 from qtrain.quant.export import exported_tensors
-from qtrain.quant.export_codes import (
-    Rows,
-    check_ternary,
-    held_codes,
-    new_codes,
-    take_rows,
-    trained_codes,
-    why_new,
-)
+from qtrain.quant.export_codes import Rows, check_ternary, held_codes, new_codes, take_rows, trained_codes, why_new
 from qtrain.quant.merged_linear import MergedLinear, merged_codes
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
@@ -67,6 +59,22 @@ class HeldCodes:
 
 Card = Callable[[Mapping[str, Any] | None, HeldCodes | None], str]
 """(quantization_config, what became of the codes) -> the text of README.md."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What an export has beside the weights, and which of these stay as they are."""
+
+    tokenizer: ExportableTokenizer | None = None
+    left: Collection[str] = (HEAD,)
+    """Linears that stay in high precision, by name; embeddings, routers and a head that shares the embedding's matrix
+    always do."""
+    trained_positions: int = 0
+    """As for `export_hf`."""
+    card: Card | None = None
+
+
+PLAIN = ExportOptions()
 
 
 class WeightsInCodes:
@@ -154,20 +162,11 @@ class WeightsInCodes:
 
 
 def export_quantized(
-    model: Decoder,
-    source: ModelSource,
-    folder: Path | str,
-    fmt: SafetensorsFormat,
-    tokenizer: ExportableTokenizer | None = None,
-    *,
-    left: Collection[str] = (HEAD,),
-    trained_positions: int = 0,
-    card: Card | None = None,
+    model: Decoder, source: ModelSource, folder: Path | str, fmt: SafetensorsFormat, options: ExportOptions = PLAIN
 ) -> HeldCodes:
-    """Write a folder that readers of `fmt` load, as `export_hf` writes a dense one. left: linears that stay in high
-    precision, by name; embeddings, routers and a head that shares the embedding's matrix always do. UserError, before
-    anything is written, for weights of a shape that the format cannot hold."""
-    weights = WeightsInCodes(model, fmt, left)
+    """Write a folder that readers of `fmt` load, as `export_hf` writes a dense one. UserError, before anything is
+    written, for weights of a shape that the format cannot hold."""
+    weights = WeightsInCodes(model, fmt, options.left)
     config = fmt.quantization_config(weights.left())
 
     def write(_: nn.Module, where: Path) -> dict[str, Any]:
@@ -175,8 +174,9 @@ def export_quantized(
         dtype = str(weights.dtype()).removeprefix("torch.")
         return {"torch_dtype": dtype, "quantization_config": config}
 
+    card, positions = options.card, options.trained_positions
     text = None if card is None else lambda: card(config, weights.held)
-    export_hf(model, source, folder, tokenizer, trained_positions=trained_positions, write_weights=write, card=text)
+    export_hf(model, source, folder, options.tokenizer, trained_positions=positions, write_weights=write, card=text)
     return weights.held
 
 

@@ -27,9 +27,9 @@ class DistillOptions:
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
 
 
-def as_distill(values: dict[str, Any], flag: str = "--distill") -> DistillOptions:
+def as_distill(values: dict[str, Any]) -> DistillOptions:
     """The checked options of --distill. Raises UserError."""
-    return DistillOptions(**check_fields(DistillOptions, values, flag))
+    return DistillOptions(**check_fields(DistillOptions, values, "--distill"))
 
 
 class Distillation:

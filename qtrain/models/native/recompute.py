@@ -49,11 +49,11 @@ SETS: dict[str, Kinds] = {"none": frozenset(), "selective": frozenset({"norm", "
 """What --activation_checkpointing may be: names of sets of kinds."""
 
 
-def as_kinds(names: Iterable[str], flag: str = "--recompute") -> Kinds:
+def as_kinds(names: Iterable[str]) -> Kinds:
     """The set of these kinds. UserError for a name that is none."""
     for name in names:
         if name not in KINDS:
-            raise unknown_name(flag, "kind", name, KINDS)
+            raise unknown_name("--recompute", "kind", name, KINDS)
     return frozenset(names)
 
 

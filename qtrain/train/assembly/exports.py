@@ -1,6 +1,7 @@
 """The export of a run: a folder for each format of --export_format, and lines that say what is in them."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from qtrain.core.process import command_line
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import (
     EXPORT_FORMATS,
+    ExportOptions,
     Lora,
     ModelSource,
     check_exports,
@@ -27,7 +29,6 @@ from qtrain.models import (
     read_formats,
     save_adapter,
 )
-from qtrain.quant import LinearChoice
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.model_card import ModelCard, device_name
 from qtrain.train.assembly.prepare import Prepared
@@ -103,15 +104,8 @@ def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer
     source = prepared.architecture.source
     hardware = device_name(prepared.device, prepared.geometry.devices)
     card = ModelCard.of_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)
-    lines = export_folders(
-        model,
-        source,
-        export_paths(run),
-        tokenizer,
-        linears=prepared.linears,
-        card=card,
-        trained_positions=settings.seq_len,
-    )
+    options = ExportOptions(tokenizer, left_by_training(prepared.linears), settings.seq_len)
+    lines = export_folders(model, source, export_paths(run), options, card)
     if any(name != "hf" for name in settings.export_format):
         lines += whose
     if set(settings.export_format) == {"hf"} and not adapted and (name := _keeping_format(prepared)):
@@ -167,27 +161,16 @@ def export_folders(
     model: nn.Module,
     source: ModelSource,
     folders: dict[str, Path],
-    tokenizer: Tokenizer | None,
-    *,
-    linears: Sequence[LinearChoice],
+    options: ExportOptions,
     card: ModelCard,
-    trained_positions: int = 0,
     flag: str = FLAG,
 ) -> list[str]:
-    """Write each format of `folders` into its folder. linears: what training did to those of the model, if it did
-    anything. Returns a line or two for each format."""
+    """Write each format of `folders` into its folder, with its own text of the card. Returns a line or two for each
+    format."""
     lines = []
     for name, fmt in read_formats(tuple(folders), flag).items():
-        held = export_as(
-            fmt,
-            model,
-            source,
-            folders[name],
-            tokenizer,
-            left=left_by_training(linears),
-            trained_positions=trained_positions,
-            card=functools.partial(card.text, name, fmt),
-        )
+        own = dataclasses.replace(options, card=functools.partial(card.text, name, fmt))
+        held = export_as(fmt, model, source, folders[name], own)
         lines.append(f"exported    {folders[name]} ({fmt.loaded_by})")
         if held is not None:
             lines.append(f"codes       {name}: {held.describe()}")

@@ -49,10 +49,7 @@ class Prepared(CheckedSettings):
 
 
 def prepare(
-    checked: CheckedSettings,
-    architecture: Architecture,
-    data: Sequence[str],
-    trained: TrainedPart | None = None,
+    checked: CheckedSettings, architecture: Architecture, data: Sequence[str], trained: TrainedPart | None = None
 ) -> Prepared:
     """Choose the scheme of every linear and plan the run. Raises UserError.
 

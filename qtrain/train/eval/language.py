@@ -81,13 +81,7 @@ def load_evaluation(
     if settings.accuracy:
         name = _asked_set(specs, flag)
         written = load_written_questions(specs.get(name), ctx, settings.accuracy, set_flag(flag, name))
-    return EvaluationData(
-        ctx=ctx,
-        sets=sets,
-        questions=questions,
-        written=written,
-        notes=tuple(notes),
-    )
+    return EvaluationData(ctx=ctx, sets=sets, questions=questions, written=written, notes=tuple(notes))
 
 
 def _asked_set(specs: Mapping[str, Mapping[str, Any]], flag: str) -> str:
@@ -148,17 +142,13 @@ class LanguageEvaluation:
         return {f"{prefix}_loss": total.mean, **named}
 
     def _hellaswag(self) -> hellaswag.Score:
-        was_training = self.model.training
-        self.model.eval()
+        model, ctx, questions = self.model, self.data.ctx, self.data.questions
+        was_training, device = model.training, next(model.parameters()).device
+        model.eval()
         score = hellaswag.evaluate_hellaswag(
-            self.model,
-            self.data.ctx.tokenizer,
-            self.data.questions,
-            batch_size=16,
-            max_len=self.data.ctx.seq_len,
-            device=next(self.model.parameters()).device,
+            model, ctx.tokenizer, questions, batch_size=16, max_len=ctx.seq_len, device=device
         )
-        self.model.train(was_training)
+        model.train(was_training)
         return score
 
 

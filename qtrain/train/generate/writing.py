@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.core.errors import UserError
+from qtrain.core.errors import os_errors
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import Decoding, Generation, Piece, TextStream, stream_texts
 from qtrain.models.generation.cache import rows_at_once
@@ -140,9 +140,7 @@ class Output:
         print(text, end="", flush=True)
 
     def _write(self, path: Path, mode: str, text: str) -> None:
-        try:
+        with os_errors(f"--json: cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
-        except OSError as error:
-            raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qtrain.core.hardware.rates import synchronized_time
 from qtrain.train.log.energy import EnergyMeter
 from qtrain.train.log.jsonl import read_records, record_of
 from qtrain.train.log.step_clock import StepClock
@@ -160,13 +161,8 @@ class Throughput:
             self._energy.end()
         self._to_skip = max(self._to_skip, steps)
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def _count_time(self) -> None:
-        now = self._now()
+        now = synchronized_time(self._device)
         if not self._to_skip:
             self._window.seconds += now - self._since
             self._energy.count(seconds=now - self._since)
@@ -182,7 +178,7 @@ class Throughput:
         try:
             yield
         finally:
-            self._since = self._now()
+            self._since = synchronized_time(self._device)
             if counts:
                 self._energy.begin()
 
@@ -202,7 +198,7 @@ class Throughput:
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
-                self._since = self._now()
+                self._since = synchronized_time(self._device)
                 self._energy.begin()
             return
         self._window.tokens += tokens

@@ -108,13 +108,13 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
     return logger
 
 
-def short_number(value: float, digits: int = 3) -> str:
-    """`digits` (at least 3) significant digits and a suffix: 1.23M for 1234567."""
+def short_number(value: float) -> str:
+    """Three significant digits and a suffix: 1.23M for 1234567."""
     for unit in ("", "k", "M", "G"):
         if abs(value) < 999.5:
-            return f"{value:.{digits}g}{unit}"
+            return f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.{digits}g}T"
+    return f"{value:.3g}T"
 
 
 def three_digits(value: float) -> str:

@@ -213,12 +213,7 @@ def check_trackers(names: Sequence[str], flag: str = "--trackers") -> None:
 
 
 def open_trackers(
-    names: Sequence[str],
-    config: Mapping[str, Any],
-    run_dir: Path,
-    project: str,
-    run_name: str,
-    start_step: int = 0,
+    names: Sequence[str], config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int = 0
 ) -> Trackers:
     """Open the trackers `names` for the run in `run_dir`, which starts or resumes at `start_step`."""
     check_trackers(names)

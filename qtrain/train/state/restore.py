@@ -16,11 +16,7 @@ from qtrain.train.state.checkpoint_files import complete_checkpoints, incomplete
 from qtrain.train.state.fingerprints import check_files, check_frozen, check_teacher
 from qtrain.train.state.recorded_map import changed_schemes, made_from
 from qtrain.train.state.run import Run
-from qtrain.train.state.run_folder import (
-    changed_settings,
-    changed_versions,
-    that_run_had,
-)
+from qtrain.train.state.run_folder import changed_settings, changed_versions, that_run_had
 from qtrain.train.state.state_dict import (
     OTHER_VERSION,
     OtherTensors,

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
-from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
+from qtrain.core.errors import TrainingStopped, UserError, explained, first_line, os_errors
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer
@@ -40,12 +40,7 @@ from qtrain.train.state.run_folder import (
     save_run_config,
 )
 from qtrain.train.state.run_lock import locked
-from qtrain.train.state.state_dict import (
-    TrainState,
-    model_tensors,
-    optimizer_tensors,
-    rng_state,
-)
+from qtrain.train.state.state_dict import TrainState, model_tensors, optimizer_tensors, rng_state
 
 SHARED_SECONDS = 10
 """How long a network file system may take to show a new folder to other machines."""
@@ -165,10 +160,8 @@ class Run:
             on_all_ranks(self._see_folder)
             if self.folder.is_resumed:
                 self.checkpoints.set_aside(self.damaged)
-            try:
+            with os_errors(f"--runs_dir: cannot write {self.folder.path}"):
                 log = self._start_log()
-            except OSError as error:
-                raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
             try:
                 yield log
             except Exception as error:
@@ -203,14 +196,12 @@ class Run:
         # A new run that continues an older checkpoint names it, and starts with the curves so far.
         parent = self.folder.parent
         continues = None if parent is None else {"run": str(parent), "step": self.state.step}
-        try:
+        with os_errors(f"--runs_dir: cannot write {self.folder.path}"):
             self._locks.enter_context(locked(self.folder.path))
             self._save_config(continues)
             for name in ("metrics.jsonl", "health.jsonl"):
                 if parent is not None and (lines := parent / name).exists():
                     shutil.copyfile(lines, self.folder.path / name)
-        except OSError as error:
-            raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
 
     def _see_folder(self) -> None:
         """UserError on a rank that does not see the folder which rank 0 has made."""

@@ -42,10 +42,10 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("options", [{}, EVERYTHING, {"label_smoothing": 0.1, "color_jitter": 0.9}])
 def test_a_resumed_loader_goes_on_at_the_exact_image(images, options):
     """Across an epoch's end, and while other code draws from the same global generators."""
-    whole = take(ImageLoader(maker(images, options), "--train_ds"), 17)
+    whole = take(ImageLoader(maker(images, options)), 17)
     for start in (1, 11, 12, 15):
         torch.manual_seed(start)
-        loader = ImageLoader(maker(images, options), "--train_ds", position=whole[start - 1][1])
+        loader = ImageLoader(maker(images, options), position=whole[start - 1][1])
         rest = []
         for _ in range(2):
             rest += [next(loader)]
@@ -63,16 +63,16 @@ def test_processes_are_given_tensors_without_shared_memory(images, monkeypatch):
 
     for kind in (torch.Tensor, torch.UntypedStorage):
         monkeypatch.setitem(ForkingPickler._extra_reducers, kind, refuse)
-    assert len(take(ImageLoader(maker(images), "--train_ds", num_workers=1), 1)) == 1
+    assert len(take(ImageLoader(maker(images), num_workers=1), 1)) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_processes_make_what_threads_make(images, num_workers):
     shared = maker(images, EVERYTHING)
-    alone = take(ImageLoader(shared, "--train_ds"), 5)
+    alone = take(ImageLoader(shared), 5)
     last = shared.members(11)[1]
     (images._root / images._files[last]).write_bytes(b"no image")
-    with ImageLoader(shared, "--train_ds", num_workers=num_workers) as loader:
+    with ImageLoader(shared, num_workers=num_workers) as loader:
         for expected, position in alone:
             found = next(loader)
             assert same(found[0], expected) and found[1] == position
@@ -98,7 +98,7 @@ def test_the_models_own_draws_do_not_notice_the_augmentation(images):
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     expected = torch.rand(2).tolist(), random.random(), np.random.rand()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    take(ImageLoader(maker(images, EVERYTHING), "--train_ds"), 3)
+    take(ImageLoader(maker(images, EVERYTHING)), 3)
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == expected
 
 
@@ -129,4 +129,4 @@ def test_targets():
 def test_a_position_of_another_run_is_refused(images, changed, key):
     position = maker(images).position(3)
     with pytest.raises(UserError, match=f"cannot resume.*{key}"):
-        ImageLoader(maker(images, **changed), "--train_ds", position=position)
+        ImageLoader(maker(images, **changed), position=position)

@@ -11,12 +11,12 @@ from qtrain.core.errors import UserError
 from qtrain.data.tokenizers.sentencepiece_model import train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, load_tokenizer
 from qtrain.models.config.hf_layout import layout
-from qtrain.models.hf.exports import left_by_training
 from qtrain.models.hf.formats.format import EXPORT_FORMATS
 from qtrain.models.hf.gguf_export import export_gguf
+from qtrain.models.hf.quantized_export import ExportOptions
 from qtrain.quant import LowBitLinear
 from tests.data.corpora import functions
-from tests.models.hf.test_quantized_export import IDS, source_of, trained, training_codes
+from tests.models.hf.test_quantized_export import IDS, left_as_trained, source_of, trained, training_codes
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
@@ -50,7 +50,7 @@ def test_transformers_reads_the_weights_that_training_multiplied(fmt, scheme, op
     wide = {"intermediate_size": 512, "moe_intermediate_size": 256} if "tq" in fmt else {}
     source = source_of(family, **wide)
     model, quantized = trained(source, scheme, options)
-    held = export_gguf(model, tmp_path / "x", made(fmt), left=left_by_training(quantized.choices))
+    held = export_gguf(model, tmp_path / "x", made(fmt), left_as_trained(quantized))
     assert held is None if fmt == "gguf_f16" else (held.equal == held.matrices) is (scheme != "bf16")
     # transformers takes a head's size of Qwen3, and an expert's width, for those of the published models.
     config = AutoConfig.for_model(**source.config)
@@ -87,7 +87,7 @@ def test_transformers_reads_the_weights_that_training_multiplied(fmt, scheme, op
 def test_bitnets_own_architecture_has_its_norms(tmp_path):
     source = source_of("llama-tied", intermediate_size=512)
     model, quantized = trained(source, "bitnet")
-    export_gguf(model, tmp_path / "x", made("gguf_tq2_0"), left=left_by_training(quantized.choices))
+    export_gguf(model, tmp_path / "x", made("gguf_tq2_0"), left_as_trained(quantized))
     tensors, ours = read(tmp_path / "x/model.gguf"), training_codes(model.layers[1].mlp.down_proj)
     value, kind = tensors["blk.1.ffn_down.weight"]
     assert kind == "TQ2_0" and tensors["blk.0.attn_sub_norm.weight"][1] == "F32"
@@ -135,13 +135,13 @@ def test_a_bpe_tokenizer_is_in_the_file_if_llama_cpp_splits_alike(tmp_path, caps
     text = backend.to_str()
     assert json.loads(text)["added_tokens"][0]["id"] == 3
     model, _ = trained(source_of("llama"), "bf16")
-    export_gguf(model, tmp_path / "x", made("gguf_f16"), Saved(text))
+    export_gguf(model, tmp_path / "x", made("gguf_f16"), ExportOptions(Saved(text)))
     fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
     assert fields["tokenizer.ggml.tokens"].contents()[:5] == ["a", "b", "ab", "<|eos|>", "[PAD4]"]
     assert fields["tokenizer.ggml.token_type"].contents() == [1, 1, 1, 3] + [5] * 93  # the embedding's rows
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2" and fields["tokenizer.ggml.merges"].contents() == ["a b"]
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    export_gguf(model, tmp_path / "x", made("gguf_f16"), Saved(backend.to_str()))
+    export_gguf(model, tmp_path / "x", made("gguf_f16"), ExportOptions(Saved(backend.to_str())))
     assert "has no tokenizer" in capsys.readouterr().out
     fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
     assert "tokenizer.ggml.tokens" not in fields and fields["tokenizer.ggml.model"].contents() == "no_vocab"
@@ -193,7 +193,7 @@ def test_a_trained_sentencepiece_tokenizer_is_in_the_file(tmp_path, prefix):
         }
         tokenizer = FastTokenizer("llama", json.dumps(saved), tokenizer._config)
     model, _ = trained(source_of("llama", vocab_size=410), "bf16")
-    export_gguf(model, tmp_path / "x", made("gguf_f16"), tokenizer)
+    export_gguf(model, tmp_path / "x", made("gguf_f16"), ExportOptions(tokenizer))
     fields = gguf.GGUFReader(tmp_path / "x/model.gguf").fields
     told = {key: fields[f"tokenizer.ggml.{key}"].contents() for key in ("model", "bos_token_id", "eos_token_id")}
     assert told == {"model": "llama", "bos_token_id": 1, "eos_token_id": 2}

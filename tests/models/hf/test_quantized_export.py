@@ -18,7 +18,7 @@ from qtrain.models.hf import quantized_export
 from qtrain.models.hf.exports import left_by_training
 from qtrain.models.hf.formats.format import EXPORT_FORMATS, SafetensorsFormat
 from qtrain.models.hf.formats.table import keeping, kept
-from qtrain.models.hf.quantized_export import export_quantized
+from qtrain.models.hf.quantized_export import ExportOptions, export_quantized
 from qtrain.quant import SCHEMES, LowBitLinear, QuantizedModel, quantize_linears
 from tests.models.hf.codes_reader import Read, equal_numbers, load_tensors, read_matrix
 
@@ -63,6 +63,10 @@ WITHOUT_EXPERTS = {"ct_fp8_block", "ct_int8", "ct_mxfp8", "ct_nvfp4"}
 BF16_ONLY = {"ct_nvfp4", "ct_mxfp8"}
 """compressed-tensors decompresses to bf16 whatever the model's dtype, which then does not run."""
 IDS = torch.arange(48).view(2, 24)
+
+
+def left_as_trained(quantized: QuantizedModel) -> ExportOptions:
+    return ExportOptions(left=left_by_training(quantized.choices))
 
 
 def source_of(family: str, **changes: Any) -> ModelSource:
@@ -134,9 +138,7 @@ def cells() -> list[tuple[str, str]]:
 def test_the_table_says_what_exports_hold(scheme, fmt, tmp_path):
     model, quantized = _trained(scheme)
     says = kept(SCHEMES.make(scheme, {}, ""), made(fmt))
-    held = export_quantized(
-        model, source_of("llama"), tmp_path / "hf", made(fmt), left=left_by_training(quantized.choices)
-    )
+    held = export_quantized(model, source_of("llama"), tmp_path / "hf", made(fmt), left_as_trained(quantized))
     equal, total, scales = compare(model, tmp_path / "hf")
     print(f"{scheme} > {fmt}: {equal:,} of {total:,} codes equal; the table: {says.text}")
     assert total == 2 * 256 * (256 + 2 * 128 + 256 + 3 * 384)
@@ -165,7 +167,7 @@ def test_its_reader_gets_the_weights_that_training_multiplied(family, fmt, tmp_p
     source, dtype = source_of(family), torch.bfloat16 if fmt in BF16_ONLY else torch.float32
     model, quantized = trained(source, TRAINED_IN[fmt], dtype=dtype)
     left = left_by_training(quantized.choices)
-    held = export_quantized(model, source, tmp_path / "hf", made(fmt), left=left)
+    held = export_quantized(model, source, tmp_path / "hf", made(fmt), ExportOptions(left=left))
     equal, total, _ = compare(model, tmp_path / "hf")
     print(f"{fmt} of {family}: {equal:,} of {total:,} codes equal")
     assert equal == total and held.equal == held.matrices > 0
@@ -210,7 +212,7 @@ def test_a_layer_with_quantized_activations_is_theirs_bit_for_bit(fmt, tmp_path)
 
     source = source_of("llama")
     model, quantized = trained(source, TRAINED_IN[fmt], dtype=torch.bfloat16)
-    export_quantized(model, source, tmp_path / "hf", made(fmt), left=left_by_training(quantized.choices))
+    export_quantized(model, source, tmp_path / "hf", made(fmt), left_as_trained(quantized))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         theirs(IDS)  # decompresses
@@ -230,7 +232,7 @@ def test_every_file_of_torchaos_says_what_its_tensors_make(fmt, subclass, tmp_pa
     monkeypatch.setattr(quantized_export, "MAX_SHARD_BYTES", 600_000)
     source = source_of("llama-tied")
     model, quantized = trained(source, TRAINED_IN[fmt], dtype=torch.bfloat16)
-    export_quantized(model, source, tmp_path / "hf", made(fmt), left=left_by_training(quantized.choices))
+    export_quantized(model, source, tmp_path / "hf", made(fmt), left_as_trained(quantized))
     equal, total, scales = compare(model, tmp_path / "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert equal == total and scales == 0 and len(files) > 1
@@ -252,7 +254,7 @@ def test_bitnets_reader_computes_what_training_computes(sub_norm, tmp_path):
 
     source = source_of("llama-tied")
     model, quantized = trained(source, "bitnet", {"sub_norm": sub_norm})
-    held = export_quantized(model, source, tmp_path / "hf", made("bitnet"), left=left_by_training(quantized.choices))
+    held = export_quantized(model, source, tmp_path / "hf", made("bitnet"), left_as_trained(quantized))
     assert held.equal == held.matrices == 14
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert type(theirs.model.layers[0].mlp.up_proj).__name__ == "BitLinear"
@@ -286,7 +288,7 @@ def test_a_dense_export_of_ternary_weights_is_packed_again(tmp_path):
 def test_a_quantized_head_is_exported_in_codes(tmp_path):
     source = source_of("llama")
     model, quantized = trained(source, "int8", head=True)
-    held = export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left=left_by_training(quantized.choices))
+    held = export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left_as_trained(quantized))
     equal, total, _ = compare(model, tmp_path / "hf")
     assert held.equal == 15 and equal == total and "lm_head.weight_scale" in load_tensors(tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]["ignore"] == []
@@ -295,7 +297,7 @@ def test_a_quantized_head_is_exported_in_codes(tmp_path):
 def test_a_head_with_the_embeddings_matrix_stays(tmp_path):
     source = source_of("llama-tied")
     model, quantized = trained(source, "int8", head=True)
-    export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left=left_by_training(quantized.choices))
+    export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left_as_trained(quantized))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert load_tensors(tmp_path / "hf")["model.embed_tokens.weight"].dtype == torch.float32
@@ -307,7 +309,7 @@ def test_what_training_left_in_high_precision_stays_there(tmp_path):
     model = build_model(source, seed=1)
     quantized = quantize_linears(model, SCHEMES.make("int8", {}, ""), seed=0, head=model.lm_head, min_size=200)
     left = left_by_training(quantized.choices)
-    export_quantized(model.eval(), source, tmp_path / "hf", made("ct_int8"), left=left)
+    export_quantized(model.eval(), source, tmp_path / "hf", made("ct_int8"), ExportOptions(left=left))
     ignored = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]["ignore"]
     assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.3.down_proj"} <= set(ignored)
     tensors = load_tensors(tmp_path / "hf")
@@ -318,7 +320,7 @@ def test_what_training_left_in_high_precision_stays_there(tmp_path):
 def test_a_model_that_trained_in_high_precision_gets_the_formats_own_codes(tmp_path):
     source = source_of("llama")
     model, quantized = trained(source, "bf16")
-    held = export_quantized(model, source, tmp_path / "hf", made("ct_nvfp4"), left=left_by_training(quantized.choices))
+    held = export_quantized(model, source, tmp_path / "hf", made("ct_nvfp4"), left_as_trained(quantized))
     assert (held.equal, held.describe()) == (
         0,
         "0 of 14 matrices hold the codes that training multiplied with; new: 14 x trained in high precision",
@@ -333,7 +335,7 @@ def test_a_weight_of_half_a_block_is_refused_and_nothing_written(tmp_path):
     model, quantized = trained(source, "fp8_blockwise")
     says = "'fp8_block' cannot hold model.layers.0.self_attn.q_proj.weight: it takes in-features in multiples of 128"
     with pytest.raises(UserError, match=says):
-        export_quantized(model, source, tmp_path / "hf", made("fp8_block"), left=left_by_training(quantized.choices))
+        export_quantized(model, source, tmp_path / "hf", made("fp8_block"), left_as_trained(quantized))
     assert not list(tmp_path.iterdir())
 
 
@@ -341,9 +343,9 @@ def test_several_files_hold_the_same(tmp_path, monkeypatch):
     source = source_of("llama")
     model, quantized = trained(source, "int4")
     left = left_by_training(quantized.choices)
-    export_quantized(model, source, tmp_path / "one", made("ct_int4_g32"), left=left)
+    export_quantized(model, source, tmp_path / "one", made("ct_int4_g32"), ExportOptions(left=left))
     monkeypatch.setattr(quantized_export, "MAX_SHARD_BYTES", 200_000)
-    export_quantized(model, source, tmp_path / "several", made("ct_int4_g32"), left=left)
+    export_quantized(model, source, tmp_path / "several", made("ct_int4_g32"), ExportOptions(left=left))
     assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 2
     one, several = load_tensors(tmp_path / "one"), load_tensors(tmp_path / "several")
     assert one.keys() == several.keys() and all(torch.equal(one[name], several[name]) for name in one)
@@ -364,7 +366,7 @@ def test_stochastically_rounded_weights_keep_their_bits(tmp_path):
     """Those of the last refresh, drawn again from its key."""
     source = source_of("llama")
     model, quantized = trained(source, "int8", {"stochastic_rounding": True})
-    export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left=left_by_training(quantized.choices))
+    export_quantized(model, source, tmp_path / "hf", made("ct_int8"), left_as_trained(quantized))
     equal, total, scales = compare(model, tmp_path / "hf")
     assert equal == total and not scales
     nearest, _ = trained(source, "int8")

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
-from qtrain.models.hf.exports import left_by_training
 from qtrain.models.hf.formats.format import EXPORT_FORMATS
 from qtrain.models.hf.formats.table import kept
 from qtrain.models.hf.quantized_export import export_quantized
@@ -14,7 +13,7 @@ from qtrain.quant.export import exported_weight
 from qtrain.quant.export_codes import new_codes, trained_codes
 from qtrain.quant.schemes.qat import SERVED, WEIGHTS, Qat
 from tests.cases import matrix
-from tests.models.hf.test_quantized_export import compare, source_of, trained
+from tests.models.hf.test_quantized_export import compare, left_as_trained, source_of, trained
 from tests.quant.emulation import fake_quantize
 
 CASES = [(weight, activations) for weight, allowed in SERVED.items() for activations in allowed]
@@ -136,7 +135,7 @@ def test_exported_codes_are_those_of_training_and_of_the_formats_own_rule(weight
     changes is the weights that are rounded, not the rounding."""
     fmt = EXPORT_FORMATS.make(next(name for name in sorted(HOLDS[weight]) if weight.split("_")[-1] in name), {}, "")
     model, quantized = trained(source_of("llama"), "qat", {"weight": weight})
-    held = export_quantized(model, source_of("llama"), tmp_path / "hf", fmt, left=left_by_training(quantized.choices))
+    held = export_quantized(model, source_of("llama"), tmp_path / "hf", fmt, left_as_trained(quantized))
     equal, total, scales = compare(model, tmp_path / "hf")
     print(f"qat {weight}: {equal:,} of {total:,} codes equal")
     assert equal == total == 2 * 256 * (256 + 2 * 128 + 256 + 3 * 384) and scales < 2**-22

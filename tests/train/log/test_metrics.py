@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qtrain.core.hardware import rates
 from qtrain.train.log import metrics
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 
@@ -158,7 +159,8 @@ def test_the_fraction_of_time_spent_waiting_for_data():
 def test_energy_counts_where_time_counts_and_is_averaged_over_seconds(monkeypatch):
     """50 W in training, other powers in compilation and an evaluation; a shorter time keeps the mean before it."""
     now, joules, reads = [0.0], [0.0], []
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (metrics, rates):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def passes(seconds: float, used: float) -> None:
         now[0] += seconds

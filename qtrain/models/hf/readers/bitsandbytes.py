@@ -20,13 +20,7 @@ from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import NF4_VALUES
 from qtrain.kernels.quantize.nf4 import BLOCK
 from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, codes_of_linears
-from qtrain.models.hf.readers.reader import (
-    AT_ONCE,
-    MatrixReader,
-    Part,
-    Unreadable,
-    refuse_nonfinite_scale,
-)
+from qtrain.models.hf.readers.reader import AT_ONCE, MatrixReader, Part, Unreadable, refuse_nonfinite_scale
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"

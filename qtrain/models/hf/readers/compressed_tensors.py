@@ -13,14 +13,7 @@ from torch import Tensor
 from qtrain.core.checks import check_value, shown
 from qtrain.core.errors import UserError
 from qtrain.models.hf.readers.declared import READERS, DeclaredCodes, Group, NameMatch, compiled
-from qtrain.models.hf.readers.reader import (
-    FLOATS,
-    EightBits,
-    MatrixReader,
-    Part,
-    Unreadable,
-    blocks_of,
-)
+from qtrain.models.hf.readers.reader import FLOATS, EightBits, MatrixReader, Part, Unreadable, blocks_of
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
 _GROUPS = {16: "1x16", 32: "1x32", 64: "1x64", 128: "1x128"}

@@ -217,10 +217,7 @@ def group_difference(reference: RunGroup, group: RunGroup, curve: str) -> tuple[
     if pairs := [own[seed] - other[seed] for seed in own if seed in other]:
         mean, error = _mean_and_error(np.array(pairs))
     else:
-        (mean, error), (base, base_error) = (
-            _mean_and_error(np.array([*own.values()])),
-            _mean_and_error(np.array([*other.values()])),
-        )
+        (mean, error), (base, base_error) = (_mean_and_error(np.array([*curves.values()])) for curves in (own, other))
         mean = mean - base
         both = [e for e in (error, base_error) if e is not None]
         # Independent errors add in squares; a group of one run has none to add.

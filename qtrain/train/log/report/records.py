@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qtrain.core.checks import MAX_JSON, user_path
-from qtrain.core.errors import UserError, nearest
+from qtrain.core.errors import UserError, nearest, os_errors
 from qtrain.core.reading import read_small, special_file
 from qtrain.train.log.jsonl import in_order, read_records
 
@@ -192,11 +192,8 @@ def check_run(path: str, flag: str) -> Path:
 def check_records(run: RunRecords, flag: str) -> None:
     """UserError for a run whose metrics.jsonl has lines, and no record among them."""
     path = run.folder / "metrics.jsonl"
-    try:
-        with path.open("rb") as file:
-            size = len(file.read(1))
-    except OSError as error:
-        raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
+    with os_errors(f"{flag}: cannot read {path}"), path.open("rb") as file:
+        size = len(file.read(1))
     if size and not run.records and run.damaged.get("metrics.jsonl"):
         raise UserError(
             f"{flag}: {path} is not the log of a run: none of its {run.damaged['metrics.jsonl']:,} lines is a JSON "
