@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from qtrain.kernels import compiler
 from qtrain.kernels.compile_together import MOST_THREADS, without_launches
@@ -69,6 +69,14 @@ def start() -> None:
     first = os.environ.get("LOCAL_RANK", "0") == "0" and compiler.on_trace is None
     if first and cores >= LEAST_CORES and sys.platform == "linux":  # where `select` takes pipes
         compiler.on_trace = Ahead(min(MOST_THREADS, cores))
+
+
+def trace(call: Callable[[], object]) -> None:
+    """Have compiled what the operators that `call` runs would launch. It runs on fake tensors, which stand for those of
+    its modules too: nothing is computed, no tensor changes."""
+    if compiler.on_trace is not None:
+        with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(Exception):  # the call itself fails again
+            call()
 
 
 class Ahead:

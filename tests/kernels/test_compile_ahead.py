@@ -58,6 +58,32 @@ def test_without_a_gpu():
     run_compiled(MODULE, "launches", "candidates", "keys", "calls")
 
 
+@pytest.mark.parametrize("options", [{}, {"scaling": "delayed"}], ids=["", "delayed"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_traced_loss_runs_the_operators_of_a_real_one_and_changes_nothing(options, chunks, monkeypatch):
+    """All but those of the layers, which run before it."""
+    called: list[str] = []
+    results = []
+    for trace in (False, True):
+        model = drawn(source_of("llama2", hidden_size=64, intermediate_size=128, num_hidden_layers=1))
+        model.to(torch.bfloat16)
+        scheme = SCHEMES.make("fp8_tensorwise", options, "-")
+        quantize_linears(model, scheme, seed=0, head=model.lm_head, quantize_head=True)
+        (ids, labels), model.loss_chunks = batch(), chunks
+        monkeypatch.setattr(compiler, "on_trace", lambda function, arguments: called.append(function.__name__))
+        if trace:
+            compile_ahead.trace(partial(model.trace_loss, labels.numel()))
+        monkeypatch.setattr(compiler, "on_trace", None)
+        loss = model(ids, labels).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    statistics = ["record_amax"] if options else []
+    quantizers = ["quantize_dual_delayed", "quantize_softmax_grad_delayed"] if options else ["quantize_dual"] * 2
+    of_a_chunk = [*quantizers, "cross_entropy_statistics" if options else "cross_entropy", *["scaled_mm"] * 3]
+    assert sorted(called) == sorted(chunks * [*of_a_chunk, *2 * statistics])
+
+
 @pytest.mark.sweep
 def test_a_compiled_layer_computes_the_same():
     run_compiled(MODULE, "compiled_layers")

@@ -17,7 +17,7 @@ from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo, SequencePart, attention_mask
 from qtrain.models.native.distillation import Distillation
 from qtrain.models.native.expert_load import ExpertLoad
-from qtrain.models.native.loss import EntropyOf, LossSums, linear_cross_entropy, plain_entropy
+from qtrain.models.native.loss import EntropyOf, LossSums, chunk_rows, linear_cross_entropy, plain_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.mlp_chunks import run_in_chunks
@@ -222,6 +222,15 @@ class Decoder(nn.Module):
         if not torch.is_grad_enabled():
             return sums if part is None else LossSums(*map(part.total, sums))
         return sums if not routed else self._with_routers(sums, routed, labels)
+
+    def trace_loss(self, tokens: int) -> None:
+        """The operations of the loss of `tokens` tokens, of two chunks at most, on a stream without values: of use to
+        who looks at them."""
+        like, rows = self.norm.weight, chunk_rows(tokens, self.loss_chunks, self.norm.weight.is_cuda)
+        chunks = 1 if tokens <= rows else 2
+        x = like.new_empty(min(tokens, chunks * rows), len(like)).requires_grad_()
+        labels = torch.empty(len(x), dtype=torch.int64, device=x.device)
+        linear_cross_entropy(x, self.lm_head, labels, chunks, self.z_loss)
 
     def hidden_states(
         self, input_ids: Tensor, doc_ids: Tensor | None = None, part: SequencePart | None = None

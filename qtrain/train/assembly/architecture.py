@@ -59,7 +59,7 @@ class Architecture(ABC, Generic[M, S]):
         """Set what backward recomputes (`--activation_checkpointing`, `--recompute`)."""
 
     @abstractmethod
-    def compile(self, model: M) -> None:
+    def compile(self, model: M, checked: CheckedSettings) -> None:
         """Compile the repeated blocks of `model` in place."""
 
     @abstractmethod

@@ -69,7 +69,7 @@ def assemble(
     # First: it decides which functions are compiled.
     architecture.recompute(model, settings)
     if settings.compile:
-        architecture.compile(model)
+        architecture.compile(model, prepared)
     groups = parameter_groups(model, settings.weight_decay)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     parallel = DataParallel(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from qtrain.core.checks import refuse_empty
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import Hardware
 from qtrain.core.maybe_none import MaybeNone
+from qtrain.kernels import compile_ahead
 from qtrain.models import (
     Distillation,
     DistillOptions,
@@ -218,10 +219,15 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         if settings.mlp_chunks and isinstance(model, Decoder):
             model.set_mlp_chunks(settings.mlp_chunks)
 
-    def compile(self, model: Decoder | HfModel) -> None:
+    def compile(self, model: Decoder | HfModel, checked: CheckedSettings) -> None:
         compile_layers(model)
-        if isinstance(model, Decoder) and model.distillation is not None:
+        if not isinstance(model, Decoder):
+            return
+        if model.distillation is not None:
             compile_layers(model.distillation.teacher)
+        elif checked.mesh.world == 1 and not checked.reshards:  # the head is whole, and here
+            tokens = checked.geometry.micro_batch_size * checked.language.seq_len
+            compile_ahead.trace(partial(model.trace_loss, tokens))
 
     def left_linears(self, scheme: Scheme) -> Mapping[str, str]:
         return linears_without_codes(self.declared, self._empty_decoder) if keeps_codes(scheme) else {}

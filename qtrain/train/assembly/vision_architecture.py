@@ -90,7 +90,7 @@ class VisionArchitecture(Architecture[nn.Module, TrainSettings]):
     def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
         recompute_blocks(model, settings.activation_checkpointing)
 
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: nn.Module, checked: CheckedSettings) -> None:
         compile_vision(model)
 
     def plan(
