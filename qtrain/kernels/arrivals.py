@@ -1,17 +1,15 @@
 """CTAs that share a result: each stores its part, and the last to arrive merges them all."""
 
-import functools
-
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import of_device, tl, triton
 
 RESULTS = 65536
 """Results of a launch, at most."""
 
 
-@functools.cache
+@of_device
 def arrival_counters(device: torch.device) -> Tensor:
     """int32 zeros, one a result, as every launch leaves them; launches of one stream share them."""
     return torch.zeros(RESULTS, dtype=torch.int32, device=device)

@@ -64,7 +64,10 @@ class Job(NamedTuple):
 
 
 def start() -> None:
-    """Have kernels compiled ahead from now on, if this process is the first on its machine and has cores to spare."""
+    """Have kernels compiled ahead from now on, with QTRAIN_COMPILE_AHEAD=1, if this process is the first on its machine
+    and has cores to spare."""
+    if os.environ.get("QTRAIN_COMPILE_AHEAD") != "1":  # until it has been measured
+        return
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = os.environ.get("LOCAL_RANK", "0") == "0" and compiler.on_trace is None
     if first and cores >= LEAST_CORES and sys.platform == "linux":  # where `select` takes pipes

@@ -3,12 +3,15 @@
 Without Triton (no Linux, no GPU) kernels can be defined, and only a launch fails.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 try:
     import triton
@@ -58,7 +61,19 @@ except ImportError:
 on_trace: Callable[[Callable[..., object], tuple[object, ...]], None] | None = None
 """Is given the function of each custom op that is traced, and the arguments; None: nothing looks at them."""
 
-__all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "operator", "tl", "triton"]
+__all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "of_device", "operator", "tl", "triton"]
+
+
+def of_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    """Cache the tensor that `make` returns, by device: a real one where an operator is run on fake tensors too."""
+
+    @functools.cache
+    @functools.wraps(make)
+    def made(device: torch.device) -> Tensor:
+        with unset_fake_temporarily():
+            return make(device)
+
+    return made
 
 
 def operator(name: str, fake: Callable, mutates_args: Iterable[str] = ()) -> Callable:

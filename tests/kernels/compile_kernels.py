@@ -150,7 +150,7 @@ def quantizers() -> Iterator[Case]:
             yield (
                 k == 500,
                 lambda c=codes, k=k, d=dtype: launch_dequantize_nf4(
-                    c, zeros(64, 8, dtype=FP32), nf4_table("cpu"), k, d
+                    c, zeros(64, 8, dtype=FP32), nf4_table(torch.device("cpu")), k, d
                 ),
             )
         yield (

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("triton")
 
 from qtrain.core.hardware import capabilities
 from qtrain.kernels import autotune, compile_ahead, compiler
+from qtrain.kernels.arrivals import arrival_counters
 from qtrain.kernels.compile_together import launches_are_left_out
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm import persistent, scaled_mm
 from qtrain.kernels.quantize import operators, rowwise
 from qtrain.kernels.quantize.dual_bf16x2 import _dual_kernel
+from qtrain.kernels.quantize.nf4 import nf4_table
 from qtrain.quant import SCHEMES, quantize_linears
 from tests.interpreter import run_compiled
 from tests.models.families import batch, drawn, source_of
@@ -56,6 +58,13 @@ def found_by(call: Callable[[], object]) -> list[compile_ahead.Job]:
 
 def test_without_a_gpu():
     run_compiled(MODULE, "launches", "candidates", "keys", "calls")
+
+
+@pytest.mark.parametrize("made", [nf4_table, arrival_counters])
+def test_what_is_kept_for_a_device_is_no_fake_tensor(made):
+    made.cache_clear()
+    with FakeTensorMode():
+        assert not isinstance(made(torch.device("cpu")), FakeTensor)
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": "delayed"}], ids=["", "delayed"])

@@ -9,13 +9,11 @@ bytes). Values come from the table in memory, which stays in the L1 cache: one l
 line, where a tree of comparisons would be fifteen instructions.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.compiler import of_device, operator, tl, triton
 from qtrain.kernels.numerics.formats import NF4_VALUES
 
 BLOCK = 64
@@ -29,8 +27,8 @@ AT_ONCE = 1 << 24
 """Elements that are quantized at once."""
 
 
-@functools.cache
-def nf4_table(device: torch.device | str) -> Tensor:
+@of_device
+def nf4_table(device: torch.device) -> Tensor:
     """NF4_VALUES as fp32 [16]; one copy per device: a CUDA graph cannot capture the transfer."""
     return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
 

@@ -56,7 +56,7 @@ def check_kernel(device: str, shapes: list[tuple[int, int]], dtypes: list[torch.
         for dtype in dtypes:
             inputs = (codes.to(device), scale.to(device), nf4_table(device), columns, dtype)
             found = launch_dequantize_nf4(*inputs).cpu()
-            expected = dequantize_nf4_ref(codes, scale, nf4_table("cpu"), columns, dtype)
+            expected = dequantize_nf4_ref(codes, scale, nf4_table(torch.device("cpu")), columns, dtype)
             assert found.shape == (rows, columns) and torch.equal(found.isnan(), expected.isnan())
             bits = torch.int16 if dtype == torch.bfloat16 else torch.int32  # the sign of a zero counts too
             found, expected = (t.nan_to_num(7.0, torch.inf, -torch.inf).view(bits) for t in (found, expected))
