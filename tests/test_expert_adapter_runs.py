@@ -98,3 +98,20 @@ def test_an_adapter_is_continued_where_experts_are_divided(server, tmp_path):
     assert losses(many)[0][1] != pytest.approx(losses(first)[0][1], rel=1e-3)
     name = "adapter/adapter_model.safetensors"
     assert_close(load_file(many / name), load_file(one / name))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("scheme", ["fp8_tensorwise", "fp8_blockwise", "int8"])
+def test_frozen_experts_compute_in_order_too(server, scheme, tmp_path):
+    """Adapters of attention alone, with --deterministic: the losses of one process, bit for bit."""
+    settings = {**SETTINGS, "deterministic": True, "lora": {"r": 3, "targets": ["q_proj", "o_proj"]}, "n_steps": 2}
+    settings |= {"quantize": scheme, "export": False}
+    one, many, sharded = (
+        losses(run(server, n, tmp_path / name, **settings, **options))
+        for n, name, options in (
+            (1, "one", {}),
+            (2, "many", {"ep": 2}),
+            (4, "sharded", {"ep": 2, "reshard_after_forward": "always"}),
+        )
+    )
+    assert one == many == sharded

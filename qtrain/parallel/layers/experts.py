@@ -47,19 +47,23 @@ class EPExperts(Experts):
 
     def __init__(self, experts: Experts, group: RankGroup, every_routing: bool = True):
         become(self, experts)
-        self.group, self.every_routing = group, every_routing
+        self.group, self.every_routing, self.in_order = group, every_routing, False
         self.terms: tuple[Tensor | None, ...] = (None, None)
         """In order: what receives the gradients of gate_up and of down_proj in place of the parameters, [N, *shape],
-        one for the tokens of each rank."""
+        one for the tokens of each rank; None: the weights do not train."""
 
     def keep_in_order(self) -> dict[int, Tensor]:
         """From now on compute as a process with all experts would, bit for bit. Returns `terms` by id of a weight, of
         no memory."""
-        weights = self.gate_up.weight, self.down_proj.weight
+        weights, self.in_order = (self.gate_up.weight, self.down_proj.weight), True
         # Views of one element: leaves of the full shape whose `.grad` autograd allocates, without memory of their own.
-        terms = [w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_() for w in weights]
-        self.terms = tuple(terms)
-        return {id(w): own for w, own in zip(weights, terms, strict=True)}
+        terms = {
+            id(w): w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_()
+            for w in weights
+            if w.requires_grad
+        }
+        self.terms = tuple(terms.get(id(w)) for w in weights)
+        return terms
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         apply = ParallelExpertsFunction.apply if self.every_routing else _apply_uncompiled
@@ -75,6 +79,7 @@ class EPExperts(Experts):
             self.memory,
             self.group,
             self.every_routing,
+            self.in_order,
             torch.is_grad_enabled(),
         )
 
@@ -128,7 +133,7 @@ class _Batch(NamedTuple):
 
 
 class ParallelExpertsFunction(torch.autograd.Function):
-    """`experts_mlp` on a rank of `group`, of its own tokens; in order, if there are terms."""
+    """`experts_mlp` on a rank of `group`, of its own tokens."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd sees tensors that are arguments alone
@@ -145,9 +150,10 @@ class ParallelExpertsFunction(torch.autograd.Function):
         memory: MLPMemory,
         group: RankGroup,
         every_routing: bool,
+        in_order: bool,
         grad_enabled: bool,
     ) -> Tensor:
-        ctx.in_order, ctx.group = up_terms is not None, group
+        ctx.in_order, ctx.group = in_order, group
         needs = ctx.needs_input_grad
         needs_dx, needs_dweights = (grad_enabled and needed for needed in needs[:2])
         # The weight, or its terms.
@@ -208,7 +214,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         weight_gradients = [dup and dup[0], ddown and ddown[0], None, None]
         if ctx.in_order:
             weight_gradients = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
-        return dx, dweights, *weight_gradients, None, None, None, None, None, None, None
+        return dx, dweights, *weight_gradients, None, None, None, None, None, None, None, None
 
 
 def _added(

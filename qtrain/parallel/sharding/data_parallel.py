@@ -27,7 +27,7 @@ from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
-from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
+from qtrain.parallel.sharding.part_masters import TensorParts, keep_in_order, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
 from qtrain.quant import QuantizedModel, Scheme
 from qtrain.quant.choices import shared_weights
@@ -108,8 +108,9 @@ class DataParallel:
         names, place = {name for name, _ in moved}, {name: place for place, (name, _) in enumerate(trained)}
         self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
         self.parameters += offload_parameters(moved, mesh)
+        terms = keep_in_order(model) if deterministic else {}
         if split:
-            self.parameters += shard_experts(_decoder(model), experts, *how, in_order=deterministic)
+            self.parameters += shard_experts(_decoder(model), experts, *how, terms)
         elif moved:
             self.parameters.sort(key=lambda sharded: place[sharded.name])
         self.frozen = self._shard_frozen(model, _matrices(model, units, train=False)) if units else []

@@ -1,10 +1,10 @@
 """The parameters of a rank that holds a part of the model: of its tensor rank, and of its experts."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.models import Decoder
@@ -50,21 +50,26 @@ class TensorParts:
                 p.grad.zero_()
 
 
+def keep_in_order(model: nn.Module) -> dict[int, Tensor]:
+    """Have experts that ranks divide compute as one process with all of them would, bit for bit, whether they train or
+    not. Returns what receives the gradients of those that do, by id of a parameter."""
+    terms = {}
+    for module in model.modules():
+        if isinstance(module, EPExperts):
+            terms |= module.keep_in_order()
+    return terms
+
+
 def shard_experts(
     model: Decoder,
     named: Iterable[tuple[str, nn.Parameter]],
     mesh: Mesh,
     needs_whole: Callable[[nn.Parameter], bool],
     freed: Callable[[nn.Parameter], bool],
-    *,
-    in_order: bool,
+    terms: Mapping[int, Tensor],
 ) -> list[Sharded]:
     """The parameters of this rank's experts, sharded over the ranks that hold the same ones. needs_whole, freed: as for
-    `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
-    terms = {}
-    for module in model.modules() if in_order else ():
-        if isinstance(module, EPExperts):
-            terms |= module.keep_in_order()
+    `shard_parameters`. terms: `keep_in_order`."""
     found = []
     for sharded in shard_parameters(named, mesh.expert_mesh, needs_whole, freed):
         split, parameter = model.partition(sharded.name), sharded.parameter
