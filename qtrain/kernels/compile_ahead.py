@@ -127,13 +127,17 @@ class Ahead:
 def jobs_of(function: Callable[..., object], arguments: tuple[object, ...]) -> list[Job]:
     """What `function` would launch, without what this process has compiled before."""
     found: list[Job] = []
+    jit, here = triton.runtime.jit.JITFunction, threading.get_ident()
+    compiles = jit._do_compile
 
     def record(kernel, key, signature, device, constants, options, attributes, warmup):
+        if threading.get_ident() != here:  # a launch of another thread
+            return compiles(kernel, key, signature, device, constants, options, attributes, warmup)
         target = kernel.device_caches[device][2]
         of_target = target.backend, target.arch, target.warp_size
         found.append(Job(kernel, signature, constants, attributes, dict(options.__dict__), of_target))
+        return None
 
-    jit, compiles = triton.runtime.jit.JITFunction, triton.runtime.jit.JITFunction._do_compile
     jit._do_compile = record
     FakeTensor.data_ptr = _offset  # all that a launch asks of an address is what it is a multiple of
     try:
