@@ -170,8 +170,7 @@ def _of_compiled(
     """Of `ranks`, which have two experts each."""
     mesh = make_mesh(1, ranks, "cpu", ep=ranks)
     source = ModelSource("small", {**MIXTURE, "num_experts": 2 * ranks}, "--model")
-    group = mesh.expert_mesh.tp_group
-    parts = ModelParallel(source.model_config(), group, experts_only=True, every_routing=every_routing)
+    parts = ModelParallel.on(source.model_config(), mesh, every_routing=every_routing)
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
     quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)

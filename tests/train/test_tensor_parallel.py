@@ -85,8 +85,7 @@ STEPS = 2
 
 
 def parts_of(source: ModelSource, mesh: Mesh, sequence: bool = True) -> ModelParallel | None:
-    group = mesh.tp_group
-    return None if group is None else ModelParallel(source.model_config(), group, sequence=sequence)
+    return ModelParallel.on(source.model_config(), mesh, sequence=sequence)
 
 
 def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch.nn.Module:
@@ -119,7 +118,7 @@ def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]
         if split:
             target = torch.zeros(split.full_shape(own.shape))
             split.put(target, own)
-        elif model.parts and model.parts.group.rank:
+        elif model.parts and model.parts.tp_group.rank:
             target = torch.zeros_like(own)
         else:
             target = own
@@ -196,7 +195,7 @@ def _loaded(folder: str) -> dict[str, list]:
     source = read_model_source(folder)
     model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2)).place)
     assert freeze_embedding(model)
-    prints = fingerprint(model, model.parts.group)
+    prints = fingerprint(model)
     return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
 
 
@@ -334,7 +333,7 @@ def test_codes_of_tensorwise_weights_are_those_of_the_whole(scheme):
     for number, name in enumerate(("layers.0.attn.qkv.weight", "layers.0.attn.o_proj.weight")):
         for rank, of_rank in enumerate(of_two(scheme)):
             group = dataclasses.replace(_Group, rank=rank)
-            split = ModelParallel(config, group).partition(name)
+            split = ModelParallel(config, group, group).partition(name)
             codes = torch.tensor(one[f"{number} output_codes"])
             assert torch.equal(split.take(codes), torch.tensor(of_rank["codes"][f"{number} output_codes"]))
             key = f"{number} output_scale"
@@ -467,8 +466,8 @@ def test_sizes_that_do_not_divide_are_refused(ranks, changes, says):
 
 def test_no_rank_of_a_large_vocabulary_begins_between_multiples_of_64():
     config = ModelConfig.from_hf({**CONFIG, "vocab_size": 151_936})
-    rows = ModelParallel(config, dataclasses.replace(_Group, ranks=2)).vocabulary
+    rows = ModelParallel(config, dataclasses.replace(_Group, ranks=2), None).vocabulary
     assert rows == [(0, 75_968), (75_968, 151_936)] and 75_968 % 64 == 0
-    rows = ModelParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group).vocabulary
+    rows = ModelParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group, None).vocabulary
     assert rows == [(0, 25_152), (25_152, 50_257)]
-    assert ModelParallel(ModelConfig.from_hf(CONFIG), _Group).vocabulary == [(0, 132), (132, 263)]
+    assert ModelParallel(ModelConfig.from_hf(CONFIG), _Group, None).vocabulary == [(0, 132), (132, 263)]

@@ -150,14 +150,16 @@ class SampleRanks:
         found = {}
         for (name, probe), block in zip(probes.items(), every.split([len(b) for b in blocks], dim=1), strict=True):
             kind = None if self._parts is None else self._parts.kind(f"{name}.weight")
-            if group is None or (self._parts is not None and self._parts.experts_only and kind != "expert"):
-                block = block[:1] if group is None else block[group.rank : group.rank + 1]
-            found[name] = _added(block, len(_schemes(probe)), kind == "expert")
+            own = None if self._parts is None else self._parts.group_of(f"{name}.weight")
+            first, count = (0, 1) if group is None else (group.rank, 1)
+            if own is not None:  # consecutive ranks of `group`
+                first, count = first - own.rank, own.ranks
+            found[name] = _added(block[first : first + count], len(_schemes(probe)), kind == "expert")
         return found
 
     def _add_terms(self, probe: LinearProbe) -> None:
         """Sum the products of which each rank has a term."""
-        group, schemes = self._parallel.mesh.model_group, _schemes(probe)
+        group, schemes = self._parallel.mesh.tp_group, _schemes(probe)
         for gemm, own in probe.own.terms.items():
             none = torch.zeros_like(own)
             terms = torch.stack([none if errors is None else errors.terms.get(gemm, none) for errors in schemes])

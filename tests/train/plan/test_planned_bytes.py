@@ -110,7 +110,7 @@ def _on_mesh(
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
-    place = ModelParallel(config, mesh.expert_mesh.tp_group, experts_only=True).place if ep > 1 else None
+    place = parts.place if (parts := ModelParallel.on(config, mesh)) else None
     model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, place=place)
     one = checked.settings.weight_codes == "one"
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, one_weight_layout=one)

@@ -183,7 +183,7 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh = make_mesh(0, 0, "cpu", 2)
     source = ModelSource("small", shape, "--model")
-    parts = ModelParallel(source.model_config(), mesh.tp_group, sequence=sequence)
+    parts = ModelParallel.on(source.model_config(), mesh, sequence=sequence)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
@@ -284,7 +284,7 @@ def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quan
 def _sent_with_adapted_experts(lora: Lora, ep: int, checkpointing: str) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh, source = make_mesh(1, 4, "cpu", ep=ep), ModelSource("small", MIXTURE, "--model")
-    parts = ModelParallel(source.model_config(), mesh.expert_mesh.tp_group, experts_only=True)
+    parts = ModelParallel.on(source.model_config(), mesh)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)

@@ -35,8 +35,8 @@ def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, tmp_pa
 def test_states_of_projections_have_the_numbers_of_the_whole():
     """Muon's momenta: rank 1 of 2 has the third and fourth of two experts' gate and up."""
     source = ModelSource("m", {**TINY, **MODEL, "num_experts": 2, "num_hidden_layers": 1}, "--model")
-    parts = ModelParallel(source.model_config(), RankGroup("", 2, 1), experts_only=True)
-    divided = DividedState(empty_model(source, place=parts.place), parts.group)
+    parts = ModelParallel(source.model_config(), None, RankGroup("", 2, 1))
+    divided = DividedState(empty_model(source, place=parts.place))
     name, step = "layers.0.mlp.experts.gate_up.weight", {"value": 3}
     own = {"momentum_0": {"shape": [64, 128]}, "momentum_1": {"shape": [64, 128]}, "step": step}
     meta = {"states": {name: own}, "groups": [{"params": [name], "options": {"parts": [64] * 4}}]}
