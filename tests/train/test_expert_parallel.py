@@ -34,6 +34,8 @@ from tests.cases import FULL_SWEEP, sampled
 from tests.worlds import run_ranks
 
 STEPS, MICRO_BATCHES = 2, 8
+TENSOR = {**MIXTURE, "num_key_value_heads": 2}
+"""What two tensor ranks divide."""
 CASES = [
     ("bf16", "adamw", "1x2", 2),
     ("int8", "adamw_4bit", "2x2", 2),
@@ -49,9 +51,10 @@ CASES = [
 def _of_rank(
     scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool, full_shard: bool = False
 ) -> dict[str, Any]:
-    made = make_mesh(*map(int, mesh.split("x")), "cpu", ep=ep)
+    replicate, shard, *tp = map(int, mesh.split("x"))
+    made, config = make_mesh(replicate, shard, "cpu", *tp, ep=ep), TENSOR if tp else MIXTURE
     device = torch.device("cpu")
-    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, MIXTURE)
+    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, config)
 
 
 def _results(
@@ -106,6 +109,22 @@ def test_otherwise_losses_are_close(scheme):
     assert all(differences(first, other) == "" for other in others)
 
 
+GROUPS = ["fp8_tensorwise delayed", "int8 tensorwise", "fp8_blockwise", "bf16", "int8", "fp8_rowwise", "int8_weight"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("scheme", GROUPS)
+def test_tensor_groups_that_share_experts_train_the_same_on_any_mesh(scheme):
+    """Two groups of two ranks that shard or have replicas, or four of two, with layers fully sharded: bit for bit. As
+    groups that each have all experts: nearly."""
+    alone = _results(scheme, "adamw_8bit", "1x2x2", 1, True)[0]
+    first, *others = _results(scheme, "adamw_8bit", "1x2x2", 2, True)
+    assert differences(alone, first, CLOSE) == ""
+    for mesh, full_shard in (("2x1x2", False), ("1x2x2", True), ("2x2x2", True)):
+        others += _results(scheme, "adamw_8bit", mesh, 2, True, full_shard)
+    assert all(differences(first, other) == "" for other in others)
+
+
 @pytest.mark.parametrize(
     ("mesh", "ep", "found"),
     [((1, 8), 2, (1, 4)), ((2, 4), 2, (2, 2)), ((2, 4), 8, (1, 1)), ((8, 1), 2, (4, 1)), ((4, 2), 4, (2, 1))],
@@ -131,7 +150,6 @@ def test_groups_that_do_not_fit_are_refused(mesh, ep, words):
 REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder has expert parallelism"),
-    (LanguageSettings(ep=2, tp=2), "--tp 2 shards the experts over its ranks too; leave --ep out"),
     (
         LanguageSettings(ep=2, optimizer_in_backward=True),
         "--optimizer_in_backward does not know experts",
@@ -162,6 +180,10 @@ def test_micro_batches_of_several_lengths_and_what_is_no_mixture_are_refused():
         check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
     with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):
         check_experts_divisible(ModelConfig.from_hf(MIXTURE), 3, "qwen")
+    with pytest.raises(
+        UserError, match=r"^--ep: 4 does not .* the 2 experts of qwen on each rank of --tp 2; allowed: 1, 2\."
+    ):
+        check_experts_divisible(ModelConfig.from_hf(MIXTURE), 4, "qwen", tp=2)
 
 
 def _of_compiled(

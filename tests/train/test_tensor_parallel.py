@@ -6,6 +6,7 @@ code falls to the other side, and ranks' own scales are finer: LOSS_BOUNDS.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -111,17 +112,14 @@ def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]:
-    """This rank's term of every whole tensor; those that all ranks have count once."""
+    """This rank's term of every whole tensor; those that several ranks have count once."""
     found = {}
     for name, own in tensors.items():
         split = model.partition(name)
-        if split:
-            target = torch.zeros(split.full_shape(own.shape))
-            split.put(target, own)
-        elif model.parts and model.parts.tp_group.rank:
-            target = torch.zeros_like(own)
-        else:
-            target = own
+        target = torch.zeros(split.full_shape(own.shape) if split else own.shape)
+        holders = model.parts.group_of(name).ranks if split else 1  # from the first rank on
+        if model.parts is None or model.parts.expert_group.rank < holders:
+            split.put(target, own) if split else target.copy_(own)
         found[name] = target.tolist()
     return found
 
@@ -143,17 +141,23 @@ CASES = [
 """Model, whether tokens are divided, and sequences x tokens: 24, and 13, which two ranks do not divide."""
 
 
-def _step(tp: int) -> list[dict[str, Any]]:
-    mesh, found = make_mesh(0, 0, "cpu", tp), []
-    for config, sequence, shape in CASES:
+def _step(
+    tp: int, ep: int = 1, micro_batches: int = 1, cases: Sequence[tuple[dict, bool, tuple[int, int]]] = CASES
+) -> list[dict[str, Any]]:
+    mesh, found = make_mesh(ep, 1, "cpu", tp, ep), []
+    for config, sequence, shape in cases:
         model = model_of(config, mesh, sequence)
         model.z_loss, model.loss_chunks = 1e-3, 3
         model.router_losses.balance, model.router_losses.z = 0.1, 0.01
         quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0)
-        ids = tokens(shape[0], shape[1] + 1)
-        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
+        every = [tokens(shape[0], shape[1] + 1, seed) for seed in range(micro_batches)]
+        ids = every[0]
+        batches = [
+            Batch(own[:, :-1].contiguous(), own[:, 1:].masked_fill(own[:, 1:] % 3 == 0, -100))
+            for own in every[mesh.dp_rank :: mesh.dp_size]
+        ]
         parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
-        gradients = compute_gradients(model, forward, quantized, [batch], 0, parallel=parallel)
+        gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
         with torch.no_grad():
             logits = model(ids)
         named = dict(model.named_parameters())
@@ -175,15 +179,27 @@ def _step(tp: int) -> list[dict[str, Any]]:
 def test_loss_gradients_logits_and_text_are_those_of_one_process():
     """With tied and untied embeddings, biases, QK-norm, z-loss, tokens that do not divide, and a mixture of experts,
     whose routers' losses are of all tokens."""
-    one, two = _step(1), run_ranks(2, _step, 2)
-    for expected, *parts in zip(one, *two, strict=True):
+    _compare_steps(_step(1), run_ranks(2, _step, 2))
+
+
+@pytest.mark.parametrize("shape", sampled([((2, 12),), ((1, 13),)], lambda shape: shape == (2, 12)))
+def test_so_they_are_where_tensor_groups_share_experts(shape):
+    """Two groups of two: each rank has one of four experts, half of all else, and half of a micro-batch's tokens."""
+    cases = [(MIXTURE, True, shape)]
+    _compare_steps(_step(1, 1, 2, cases), run_ranks(4, _step, 2, 2, 2, cases), data_ranks=2)
+
+
+def _compare_steps(one: list[dict[str, Any]], ranks: list[list[dict[str, Any]]], data_ranks: int = 1) -> None:
+    for expected, *parts in zip(one, *ranks, strict=True):
         for part in parts:
             assert part["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert part["norm"] == pytest.approx(expected["norm"], rel=1e-5) and part["norm"] == parts[0]["norm"]
             assert torch.allclose(torch.tensor(part["logits"]), torch.tensor(expected["logits"]), atol=1e-5)
-            assert part["load"] == expected["load"]
             assert part["logits"] == parts[0]["logits"], "ranks would sample different tokens"
             assert part["written"] == expected["written"] and part["answers"] == expected["answers"]
+        if expected["load"] is not None:  # data ranks have those of their micro-batches
+            of_data_ranks = torch.tensor([part["load"] for part in parts[:: len(parts) // data_ranks]])
+            assert of_data_ranks.sum(0).tolist() == expected["load"]
         weights = added([part["weights"] for part in parts])
         assert not [n for n, w in expected["weights"].items() if not torch.equal(torch.tensor(w), weights[n])]
         for name, gradient in added([part["gradients"] for part in parts]).items():

@@ -18,7 +18,7 @@ so that the compiler sees the same graph.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -160,9 +160,7 @@ class ModelParallel:
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
         experts, of its heads or its tokens."""
-        if (
-            self.tp_group is None or self.partition(name) is not None
-        ):  # a split parameter's gradient is this rank's alone
+        if self.tp_group is None or self.partition(name) is not None:  # that of a part is this rank's alone
             return False
         return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
 
@@ -252,6 +250,7 @@ def _path(name: str) -> tuple[str, str, str]:
     return parent, module, own
 
 
+@cache  # weights of the same ranks have the same reduction: `refresh_weights` makes one of them
 def shared_over(group: RankGroup) -> SharedLinear:
     """A weight of which each rank of the group has a part."""
     return SharedLinear(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
