@@ -82,6 +82,8 @@ MIXTURE = {
     "router_aux_loss_coef": 0.01,
 }
 """For --ep: a dense layer, and one of experts."""
+TWO_HEADS = {"num_key_value_heads": 2}
+"""For --tp 2."""
 MICRO_BATCHES, SEQUENCES, TOKENS = 12, 2, 24  # in a step, in a micro-batch, in a sequence
 CLOSE, CLOSE_FP32 = {"losses": 1e-3, "norms": 1e-2}, {"losses": 1e-5, "norms": 1e-4}
 """Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
@@ -311,7 +313,7 @@ def work(arguments: argparse.Namespace) -> None:
                 arguments.steps,
                 not arguments.not_deterministic,
                 full_shard=arguments.full_shard,
-                config=config | {"num_key_value_heads": 2} if arguments.tp > 1 else config,
+                config=config | TWO_HEADS if arguments.tp > 1 else config,
                 dtype=DTYPES[arguments.dtype],
             )
             if rank() == 0:
@@ -330,7 +332,7 @@ def main() -> int:
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
     parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, with --device cuda")
-    parser.add_argument("--tp", type=int, default=1, help="TP degree: each rank of a mesh is as many processes")
+    parser.add_argument("--tp", type=int, default=1, help="TP degree, 1 or 2: each rank of a mesh is as many processes")
     parser.add_argument("--ep", type=int, default=1, help="EP degree, of a small MoE")
     parser.add_argument("--cp", type=int, default=1, help="CP degree; meshes that it does not divide are left out")
     parser.add_argument("--work", help=argparse.SUPPRESS)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
+from benchmarks.mesh_equality import (
+    CLOSE,
+    CONFIG,
+    MIXTURE,
+    SCHEMES_COMPARED,
+    TWO_HEADS,
+    differences,
+    random_micro_batch,
+    train,
+)
 from llm_finetune import FinetuneSettings
 from qtrain.core.errors import UserError
 from qtrain.models import (
@@ -34,8 +43,6 @@ from tests.cases import FULL_SWEEP, sampled
 from tests.worlds import run_ranks
 
 STEPS, MICRO_BATCHES = 2, 8
-TENSOR = {**MIXTURE, "num_key_value_heads": 2}
-"""What two tensor ranks divide."""
 CASES = [
     ("bf16", "adamw", "1x2", 2),
     ("int8", "adamw_4bit", "2x2", 2),
@@ -52,7 +59,7 @@ def _of_rank(
     scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool, full_shard: bool = False
 ) -> dict[str, Any]:
     replicate, shard, *tp = map(int, mesh.split("x"))
-    made, config = make_mesh(replicate, shard, "cpu", *tp, ep=ep), TENSOR if tp else MIXTURE
+    made, config = make_mesh(replicate, shard, "cpu", *tp, ep=ep), MIXTURE | TWO_HEADS if tp else MIXTURE
     device = torch.device("cpu")
     return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, config)
 

@@ -5,7 +5,8 @@ all ranks sample their own micro-batches at once, and rank 0 writes what it has 
 
     data parallel (ZeRO, full sharding)   the numbers of its own tokens
     --tp                                  those of whole linears: sums over the parts of tensors and products
-    --ep                                  of experts those of all ranks of its group, of other linears its own
+    --ep                                  of experts those of all ranks of its group, of other linears its own, or
+                                          with --tp those of whole ones
     --cp                                  those of its part of the sequences, under the scales of all parts
     routers                               the load of all ranks' tokens
 
@@ -150,11 +151,11 @@ class SampleRanks:
         found = {}
         for (name, probe), block in zip(probes.items(), every.split([len(b) for b in blocks], dim=1), strict=True):
             kind = None if self._parts is None else self._parts.kind(f"{name}.weight")
-            own = None if self._parts is None else self._parts.group_of(f"{name}.weight")
-            first, count = (0, 1) if group is None else (group.rank, 1)
-            if own is not None:  # consecutive ranks of `group`
-                first, count = first - own.rank, own.ranks
-            found[name] = _added(block[first : first + count], len(_schemes(probe)), kind == "expert")
+            own = group if self._parts is None else self._parts.group_of(f"{name}.weight")
+            if group is not None:  # of its consecutive ranks those that compute this linear together
+                first, count = (group.rank, 1) if own is None else (group.rank - own.rank, own.ranks)
+                block = block[first : first + count]
+            found[name] = _added(block, len(_schemes(probe)), kind == "expert")
         return found
 
     def _add_terms(self, probe: LinearProbe) -> None:
