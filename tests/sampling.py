@@ -174,7 +174,7 @@ CASES: dict[str, int] = {
     "tests/test_many_processes.py::test_the_scheme_that_is_the_fastest_on_rank_0_is_that_of_all": 0,
     "tests/test_many_processes.py::test_updates_within_the_backward_pass_are_those_after_it": 0,
     "tests/test_faults.py::test_a_rank_that_another_one_has_left_ends_with_one_message": 0,
-    "tests/test_tensor_parallel_runs.py::test_two_ranks_train_and_export_a_mixture_as_one": 0,
+    "tests/test_tensor_parallel_runs.py::test_ranks_that_divide_experts_train_and_export_a_mixture_as_one": 0,
     "tests/test_llm_pretrain.py::test_every_shipped_model_plans": 3,
     "tests/test_llm_pretrain.py::test_native_and_transformers_models_train_in_the_same_loop": 1,
     "tests/test_llm_finetune.py::test_a_checkpoint_holds_what_trains_and_does_not_resume_on_another_base": 0,
