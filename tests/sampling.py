@@ -307,7 +307,6 @@ CASES: dict[str, int] = {
     "tests/parallel/sharding/test_full_shard.py::test_a_build_takes_what_a_rank_keeps_and_one_matrix": 1,
     "tests/test_tensor_parallel_runs.py::test_several_ranks_train_save_and_export_as_one": 0,
     "tests/train/test_loop.py::test_early_stopping_ends_the_run_and_counts_on_after_resuming": 1,
-    "tests/train/test_expert_parallel.py::test_rows_as_a_routing_needs_them_change_nothing": 0,
     "tests/core/test_process.py::test_ranks_of_which_one_can_go_on_with_other_flags_are_all_started_again": 0,
     "tests/benchmarks/test_export_losses.py::test_losses_of_exports_are_those_of_the_run": 0,
     "tests/train/plan/test_linears.py::test_a_vision_model_without_linears_to_swap_is_refused": 0,

@@ -194,15 +194,16 @@ def test_micro_batches_of_several_lengths_and_what_is_no_mixture_are_refused():
 
 
 def _of_compiled(
-    scheme: str, mode: str, compiled: bool, deterministic: bool, every_routing: bool = True, ranks: int = 2
+    scheme: str, mode: str, compiled: bool, deterministic: bool, every_routing: bool = True, ranks: int = 2, tp: int = 1
 ) -> tuple[float, float]:
-    """Of `ranks`, which have two experts each."""
-    mesh = make_mesh(1, ranks, "cpu", ep=ranks)
-    source = ModelSource("small", {**MIXTURE, "num_experts": 2 * ranks}, "--model")
+    """Of `ranks`, which have two experts each; or so many groups of `tp`."""
+    mesh = make_mesh(1, ranks, "cpu", tp, ep=ranks)
+    source = ModelSource("small", {**MIXTURE, **TWO_HEADS, "num_experts": 2 * ranks * tp}, "--model")
     parts = ModelParallel.on(source.model_config(), mesh, every_routing=every_routing)
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
-    quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
+    made = SCHEMES.make(name, options, "-")
+    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, shared=parts.shared_linear)
     apply_recompute(model, RECOMPUTE_SETS[mode])
     if compiled:
         compile_layers(model)
@@ -214,28 +215,34 @@ def _of_compiled(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("how", ["eager full", "compiled none", "compiled full"])
-def test_recomputed_and_compiled_layers(how, deterministic):
+@pytest.mark.parametrize(
+    ("how", "tp", "deterministic"),
+    [(how, 1, ordered) for how in ("eager full", "compiled none", "compiled full") for ordered in (False, True)]
+    + [("eager full", 2, False), ("compiled full", 2, False)],
+)
+def test_recomputed_and_compiled_layers(how, tp, deterministic):
     """Recomputation changes nothing; compiled layers round otherwise."""
     compiled, mode = how.split()
-    plain = run_ranks(2, _of_compiled, "int8", "none", False, deterministic)
-    found = run_ranks(2, _of_compiled, "int8", mode, compiled == "compiled", deterministic)
+    plain = run_ranks(2 * tp, _of_compiled, "int8", "none", False, deterministic, True, 2, tp)
+    found = run_ranks(2 * tp, _of_compiled, "int8", mode, compiled == "compiled", deterministic, True, 2, tp)
     if compiled == "eager":
         assert found == plain
     for (loss, norm), (other_loss, other_norm) in zip(found, plain, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-3) and norm == pytest.approx(other_norm, rel=1e-2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    "how",
-    sampled(["eager none", "eager selective", "compiled none", "compiled full"], lambda how: how != "eager none"),
+    ("how", "tp"),
+    [("eager none", 1), ("eager selective", 1), ("compiled none", 1), ("compiled full", 1), ("eager selective", 2)],
 )
-def test_rows_as_a_routing_needs_them_change_nothing(how):
+def test_rows_as_a_routing_needs_them_change_nothing(how, tp):
     """Four ranks: rows for every routing are four times an even load."""
     compiled, mode = how.split()
     arguments = "int8", mode, compiled == "compiled", False
-    every, needed = (run_ranks(4, _of_compiled, *arguments, every_routing, 4) for every_routing in (True, False))
+    every, needed = (
+        run_ranks(4, _of_compiled, *arguments, every_routing, 4 // tp, tp) for every_routing in (True, False)
+    )
     if compiled == "eager":
         assert needed == every
     for (loss, norm), (other_loss, other_norm) in zip(needed, every, strict=True):  # compiled in other parts
