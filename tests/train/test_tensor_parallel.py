@@ -158,6 +158,10 @@ def _step(
         ]
         parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
         gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+        for s in parallel.parameters if ep > 1 else ():
+            if ".experts." in s.name:  # an expert draws random bits of its own
+                first = model.partition(s.name).ranges[0][0] * s.parameter.shape[1]
+                assert parallel.placements[s.master].first_element == first
         with torch.no_grad():
             logits = model(ids)
         named = dict(model.named_parameters())

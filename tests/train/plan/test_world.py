@@ -139,6 +139,22 @@ def test_worlds_of_divided_experts():
     assert exchanged[1] == pytest.approx(7 / 3 * exchanged[0])  # a token reaches all other ranks
 
 
+def test_worlds_of_tensor_groups_that_share_experts():
+    """4 groups of 2 have the experts of 8 ranks and half of all else; each rank sends the others half the tokens."""
+    groups = world_of("qwen3-30b-a3b", 16, tp=2, ep=4, batch_size=64, optim="adamw_8bit", **FP8)
+    assert [mesh.world for mesh in groups.meshes()][:2] == [8, 16] and groups.mesh.expert_mesh == Mesh(1, 2, tp=8)
+    experts, tensor = (
+        world_of("qwen3-30b-a3b", 16, **degree, batch_size=64, optim="adamw_8bit", **FP8)
+        for degree in ({"ep": 8}, {"tp": 2})
+    )
+    costs, of_experts, of_tensor = (p.step(p.mesh).costs for p in (groups, experts, tensor))
+    # 8 sequences a group in place of 4 a rank.
+    assert costs["tokens of experts"].bytes == pytest.approx(of_experts["tokens of experts"].bytes)
+    assert costs["activations"].bytes < of_tensor["activations"].bytes
+    weights = [p.memory_on(p.mesh, False).kinds["weights"] for p in (groups, experts, tensor)]
+    assert weights[0] < weights[1] < weights[2]
+
+
 @pytest.mark.parametrize(
     ("options", "loads"),
     [
