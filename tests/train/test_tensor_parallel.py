@@ -211,24 +211,35 @@ def _compare_steps(one: list[dict[str, Any]], ranks: list[list[dict[str, Any]]],
             assert (gradient - right).norm() <= 1e-5 * right.norm() + 1e-7 * expected["norm"], name
 
 
-def _loaded(folder: str) -> dict[str, list]:
-    source = read_model_source(folder)
-    model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2)).place)
+def _freeze(model: torch.nn.Module) -> None:
+    """The embedding, and experts."""
     assert freeze_embedding(model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and ".experts." not in name)
+
+
+def _loaded(folder: str, ep: int) -> dict[str, list]:
+    source = read_model_source(folder)
+    model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2, ep)).place)
+    _freeze(model)
     prints = fingerprint(model)
     return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
 
 
-@pytest.mark.parametrize("config", [QWEN3, CONFIG], ids=["untied", "tied"])
-def test_published_weights_and_their_fingerprints(config, tmp_path):
-    """Each rank loads its part; the frozen embedding's fingerprint is that of the whole."""
+@pytest.mark.parametrize(
+    ("config", "ep"),
+    [(QWEN3, 1), (CONFIG, 1), pytest.param(MIXTURE, 2, marks=pytest.mark.sweep)],
+    ids=["untied", "tied", "experts of two groups"],
+)
+def test_published_weights_and_their_fingerprints(config, ep, tmp_path):
+    """Each rank loads its part; fingerprints of what is frozen are those of the whole."""
     one = model_of(config, Mesh())
     export_hf(one, ModelSource("s", config, "--model"), tmp_path / "hf")
-    freeze_embedding(one)
-    parts = run_ranks(2, _loaded, str(tmp_path / "hf"))
+    _freeze(one)
+    parts = run_ranks(2 * ep, _loaded, str(tmp_path / "hf"), ep)
     loaded = added([part["weights"] for part in parts])
     assert not [name for name, p in one.named_parameters() if not torch.equal(p.data, loaded[name])]
-    assert [part["frozen"] for part in parts] == [fingerprint(one)] * 2
+    assert [part["frozen"] for part in parts] == [fingerprint(one)] * (2 * ep)
 
 
 # ---- steps of training in every scheme -------------------------------------------------------------------------------
