@@ -238,6 +238,20 @@ def test_of_experts_numbers_are_those_of_all_ranks(tmp_path, deterministic):
 
 
 @pytest.mark.sweep
+def test_tensor_groups_that_share_experts_measure_other_linears_apart(tmp_path):
+    """The tokens of the first group alone, as where each has all experts."""
+    for ep in (1, 2):
+        ranks("ep, tp", tmp_path / f"{ep}.jsonl", {"ep": ep}, steps=1)
+    alone, shared = (linears(tmp_path / f"{ep}.jsonl") for ep in (1, 2))
+    names = [name for name in alone if "experts" not in name]
+    assert alone.keys() == shared.keys() and len(names) == 6
+    for name in names:
+        for tensor in ("x", "w", "dy"):
+            assert shared[name][tensor]["error"] == pytest.approx(alone[name][tensor]["error"], rel=1e-3)
+        assert shared[name]["products"] == pytest.approx(alone[name]["products"], rel=1e-3)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(("mode", "breaks"), [("tp", "measuring"), ("full_shard", "measuring"), ("zero2", "memory")])
 def test_where_one_rank_cannot_measure_all_go_on_without_samples(tmp_path, mode, breaks):
     plain = ranks(mode, None, {})

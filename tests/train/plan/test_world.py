@@ -151,6 +151,11 @@ def test_worlds_of_tensor_groups_that_share_experts():
     # 8 sequences a group in place of 4 a rank.
     assert costs["tokens of experts"].bytes == pytest.approx(of_experts["tokens of experts"].bytes)
     assert costs["activations"].bytes < of_tensor["activations"].bytes
+    # Half of a rank's experts' gradients, 1/8 of all, goes to its one peer; of all else, `dense` bytes of one model,
+    # 7/8 of one half to other groups. With --ep alone 15/16 of all of it, with --tp alone 7/8 of half of everything.
+    sent = costs["gradients"].bytes, of_experts["gradients"].bytes, of_tensor["gradients"].bytes
+    dense = (sent[1] - sent[2] / 7) * 8 / 7
+    assert sent[0] == pytest.approx(sent[1] - dense / 2, rel=0.01)
     weights = [p.memory_on(p.mesh, False).kinds["weights"] for p in (groups, experts, tensor)]
     assert weights[0] < weights[1] < weights[2]
 
