@@ -6,11 +6,13 @@ micro-batches a step, and compares losses, gradient norms, weights, low-bit code
 odd, and quantization blocks cross the shards' borders.
 
 With --cp N the first mesh of N processes or more is compared with one process as without --deterministic, and the other
-meshes with that one: the ranks that share a micro-batch's sequences each add the gradients of their tokens.
+meshes with that one: the ranks that share a micro-batch's sequences each add the gradients of their tokens. So it is
+with --tp N, whose ranks add products of their own.
 
     python -m benchmarks.mesh_equality                                      on the CPU, the whole matrix
     python -m benchmarks.mesh_equality --full_shard                         layers gathered when they run
     python -m benchmarks.mesh_equality --cp 2                               two ranks share every sequence
+    python -m benchmarks.mesh_equality --tp 2 --ep 2 --meshes 1x2 2x1 1x4   experts over four ranks
     python -m benchmarks.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
     python -m benchmarks.mesh_equality --device cuda --share_gpu            all processes on one GPU
 """
@@ -80,6 +82,8 @@ MIXTURE = {
     "router_aux_loss_coef": 0.01,
 }
 """For --ep: a dense layer, and one of experts."""
+TWO_HEADS = {"num_key_value_heads": 2}
+"""For --tp 2."""
 MICRO_BATCHES, SEQUENCES, TOKENS = 12, 2, 24  # in a step, in a micro-batch, in a sequence
 CLOSE, CLOSE_FP32 = {"losses": 1e-3, "norms": 1e-2}, {"losses": 1e-5, "norms": 1e-4}
 """Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
@@ -122,9 +126,8 @@ def prepared_on(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mes
     # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
     checked = replace(checked, mesh=mesh, settings=replace(checked.settings, gpu="h200"))
     source = ModelSource("small", dict(config), "--model")
-    model_config, parts = source.model_config(), None
-    if mesh.model_group is not None:
-        parts = ModelParallel(model_config, mesh.model_group, experts_only=mesh.expert_mesh is not None)
+    model_config = source.model_config()
+    parts = ModelParallel.on(model_config, mesh)
     context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
     architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts, context)
     return prepare(checked, architecture, data=())
@@ -161,7 +164,8 @@ def train(
         seq_len=TOKENS,
         dp_replicate=mesh.replicate,
         dp_shard=mesh.shard,
-        ep=1 if mesh.expert_mesh is None else mesh.expert_mesh.tp,
+        tp=mesh.tp,
+        ep=mesh.ep,
         cp=mesh.cp,
         reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
@@ -204,14 +208,15 @@ def random_micro_batch(step: int, number: int) -> Batch:
 
 def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
     """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape; of experts one
-    for each expert."""
+    for each expert, of other tensors one for each rank of --tp."""
     found: dict[str, str] = {}
+    part = f" of tensor rank {parallel.mesh.tp_rank}" * (parallel.mesh.tp > 1)
     group = parallel.mesh.model_group
     first, count = (0, EXPERTS) if group is None else (group.rank * EXPERTS // group.ranks, EXPERTS // group.ranks)
 
     def add(name: str, tensor: Tensor, *, is_expert: bool, dim: int = 0) -> None:
         if not is_expert or tensor.numel() == 1:
-            found[name] = _digest(tensor)
+            found[name + part] = _digest(tensor)
         else:
             found.update({f"{name} {first + i}": _digest(t) for i, t in enumerate(tensor.chunk(count, dim))})
 
@@ -295,8 +300,9 @@ def work(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
     join_world(device)
     replicate, shard = map(int, arguments.work.split("x"))
-    ep, cp = (arguments.ep, arguments.cp) if replicate * shard > 1 else (1, 1)
-    mesh, results = make_mesh(replicate, shard, device.type, ep=ep, cp=cp), {}
+    tp, ep, cp = (arguments.tp, arguments.ep, arguments.cp) if replicate * shard > 1 else (1, 1, 1)
+    mesh, results = make_mesh(replicate, shard, device.type, tp, ep, cp), {}
+    config = MIXTURE if arguments.ep > 1 else UNTIED if arguments.full_shard else CONFIG
     for scheme in arguments.schemes:
         for optimizer in arguments.optimizers:
             results[f"{scheme} | {optimizer}"] = train(
@@ -307,7 +313,7 @@ def work(arguments: argparse.Namespace) -> None:
                 arguments.steps,
                 not arguments.not_deterministic,
                 full_shard=arguments.full_shard,
-                config=MIXTURE if arguments.ep > 1 else UNTIED if arguments.full_shard else CONFIG,
+                config=config | TWO_HEADS if arguments.tp > 1 else config,
                 dtype=DTYPES[arguments.dtype],
             )
             if rank() == 0:
@@ -326,6 +332,7 @@ def main() -> int:
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
     parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, with --device cuda")
+    parser.add_argument("--tp", type=int, default=1, help="TP degree, 1 or 2: each rank of a mesh is as many processes")
     parser.add_argument("--ep", type=int, default=1, help="EP degree, of a small MoE")
     parser.add_argument("--cp", type=int, default=1, help="CP degree; meshes that it does not divide are left out")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -349,7 +356,7 @@ def compare(arguments: argparse.Namespace) -> int:
                 continue
             out, started = Path(folder) / f"{mesh}.json", time.monotonic()
             command = [sys.executable, "-m", "benchmarks.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
-            code = run_processes(replicate * shard, list(map(str, command)))
+            code = run_processes(replicate * shard * (arguments.tp if mesh != "1x1" else 1), list(map(str, command)))
             if not out.exists():
                 print(f"{mesh}: the processes ended with code {code} and no result", file=sys.stderr)
                 return 1
@@ -360,8 +367,8 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def print_table(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace) -> int:
     one, failures = results["1x1"], 0
-    # With --cp the reference of all other meshes.
-    first = next((mesh for mesh in results if mesh != "1x1"), "") if arguments.cp > 1 else ""
+    # With --tp and --cp the reference of all other meshes.
+    first = next((mesh for mesh in results if mesh != "1x1"), "") if arguments.tp * arguments.cp > 1 else ""
     print(f"{'scheme | optimizer':44}" + "".join(f"{mesh:>8}" for mesh in results if mesh != "1x1"))
     notes = []
     for case in one:

@@ -103,11 +103,29 @@ def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relat
     assert "sample: def  [>]" in log
 
 
-@pytest.mark.parametrize("optim", sampled(["adamw", "adamw_8bit"], lambda optim: optim == "adamw"))
-def test_two_ranks_train_and_export_a_mixture_as_one(server, optim, tmp_path):
-    """Each has half of the experts."""
-    settings = {"model": "mixture.json", "optim": optim, "quantize": "bf16"}
+@pytest.mark.parametrize(
+    ("optim", "ep", "sharding"),
+    [
+        ("adamw_8bit", 1, {}),
+        ("adamw", 1, {}),
+        ("adamw", 2, {}),
+        ("adamw", 2, FULL),
+        ("adamw", 2, {"dp_replicate": 2, "deterministic": True}),
+        ("adamw_8bit", 2, FULL),
+    ],
+)
+def test_ranks_that_divide_experts_train_and_export_a_mixture_as_one(server, optim, ep, sharding, tmp_path):
+    """Two have half of the experts each; two groups of two a quarter."""
+    settings = {
+        "model": "mixture.json",
+        "optim": optim,
+        "quantize": "bf16",
+        "sample_prompts": ["def "],
+        "sample_tokens": 4,
+    }
     one = run(server, 1, tmp_path / "one", **settings)
-    two = run(server, 2, tmp_path / "two", tp=2, **settings)
-    assert_close(one, two, 1e-5 if optim == "adamw" else 1e-3)
-    assert "expert_load" in (two / "metrics.jsonl").read_text()
+    many = run(server, 2 * ep, tmp_path / "many", tp=2, ep=ep, **settings, **sharding)
+    assert_close(one, many, 1e-5 if optim == "adamw" else 1e-3)
+    assert "expert_load" in (many / "metrics.jsonl").read_text()
+    log = (many / "train.log").read_text()
+    assert f"experts over groups of {2 * ep}" in log and "experts 1 of 4 on each process" in log if ep > 1 else True

@@ -13,11 +13,12 @@ Context parallelism (CP) makes groups of consecutive data-parallel ranks, each o
 sequence of one micro-batch: such a group is one `reader`. To gradients, ZeRO and full sharding its ranks are
 data-parallel ranks as all others.
 
-Expert parallelism (EP) is a second mesh of the data-parallel ranks, for the parameters of experts alone
-(`expert_mesh`): its `tp` ranks are consecutive, hold different experts and compute all of their micro-batches together.
+Expert parallelism (EP) is a second mesh of the same ranks, for the parameters of experts alone (`expert_mesh`): its
+`tp` ranks are consecutive, hold different experts and compute all of their micro-batches together. These are N
+data-parallel ranks with --ep N, and with tensor parallelism the tensor groups of N.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -77,6 +78,11 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
+    def ep(self) -> int:
+        """The expert-parallel degree: data-parallel ranks that compute experts together."""
+        return 1 if self.expert_mesh is None else self.expert_mesh.tp // self.tp
+
+    @property
     def readers(self) -> int:
         """How many micro-batches are read at once."""
         return self.dp_size // self.cp
@@ -107,8 +113,10 @@ class Mesh:
 
     @property
     def model_group(self) -> RankGroup | None:
-        """The ranks that hold the parts of one model; None where each holds all of it."""
-        return self.expert_mesh.tp_group if self.expert_mesh is not None else self.tp_group
+        """The ranks that hold the parts of one model, several the same part of what --ep does not split; None where
+        each holds all of it."""
+        of_experts = self.expert_mesh.tp_group if self.expert_mesh is not None else None
+        return of_experts or self.tp_group  # a plan has no group of experts
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -123,6 +131,7 @@ class Mesh:
     def describe(self, reshards: bool) -> str:
         kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
         kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
+        kind += f" of {self.dp_size}" * (self.tp > 1)
         if self.expert_mesh is not None:
             kind += f"; experts over groups of {self.expert_mesh.tp}, their states over {self.expert_mesh.shard}"
         if self.cp > 1:
@@ -131,7 +140,7 @@ class Mesh:
             kind += f"; {self.dp_size // self.machines.ranks} machines of {self.machines.ranks}"
         if self.tp == 1:
             return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
-        kind = f"{kind} of {self.dp_size}, " if self.dp_size > 1 else ""
+        kind = f"{kind}, " if self.dp_size > 1 else ""
         return (
             f"{self.replicate} x {self.shard} x {self.tp} (replicate x shard x tensor, {kind}every layer on "
             f"{self.tp} ranks)"
@@ -190,13 +199,9 @@ def check_readers(replicate: int, shard: int, cp: int) -> None:
 
 def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1, cp: int = 1) -> Mesh:
     """The mesh of the first rank, without any processes. UserError where --ep does not fit it."""
-    if cp > 1:
-        return Mesh(replicate, shard, cp=cp, cp_group=RankGroup("planned", cp, 0))
-    if tp > 1:
-        return Mesh(replicate, shard, tp=tp, tp_group=RankGroup("planned", tp, 0))
-    if ep == 1:
-        return Mesh(replicate, shard)
-    return Mesh(replicate, shard, expert_mesh=Mesh(*expert_mesh_shape(replicate, shard, ep), tp=ep))
+    tp_group, cp_group = (RankGroup("planned", ranks, 0) if ranks > 1 else None for ranks in (tp, cp))
+    expert_mesh = Mesh(*expert_mesh_shape(replicate, shard, ep), tp=ep * tp) if ep > 1 else None
+    return Mesh(replicate, shard, tp=tp, tp_group=tp_group, cp=cp, cp_group=cp_group, expert_mesh=expert_mesh)
 
 
 def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1, cp: int = 1) -> Mesh:
@@ -204,25 +209,24 @@ def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, e
     replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
     if replicate * shard * tp == 1:
         return Mesh()
-    if tp > 1:
-        made = _with_parts(replicate, shard, tp, device_type)
-    else:
-        made = _of_data(replicate, shard, ep, cp, device_type)
+    made = _with_parts(replicate, shard, tp, device_type) if tp > 1 else _of_data(replicate, shard, cp, device_type)
+    if ep > 1:
+        experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep * tp, device_type)
+        made = replace(made, expert_mesh=experts)
     # A rank makes its groups without those that are not in them. One that then ended, as after a dry run, would take
     # the store and its connections from those that are still at theirs.
     all_gather(None)
     return made
 
 
-def _of_data(replicate: int, shard: int, ep: int, cp: int, device_type: str) -> Mesh:
+def _of_data(replicate: int, shard: int, cp: int, device_type: str) -> Mesh:
     cp_group = None
     if cp > 1:
         groups = init_device_mesh(device_type, (replicate * shard // cp, cp), mesh_dim_names=("reader", "cp"))
         cp_group = RankGroup.of(groups.get_group("cp"))
-    expert_mesh = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
     device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     machines = _machines(replicate * shard, 1, device_type)
-    return Mesh(replicate, shard, device_mesh, cp=cp, cp_group=cp_group, expert_mesh=expert_mesh, machines=machines)
+    return Mesh(replicate, shard, device_mesh, cp=cp, cp_group=cp_group, machines=machines)
 
 
 def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:

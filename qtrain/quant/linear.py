@@ -157,7 +157,7 @@ class LowBitLinear(nn.Module):
     @staticmethod
     @torch.no_grad()
     def refresh_spanning(linears: Sequence["LowBitLinear"]) -> None:
-        """`refresh` of linears whose scales cover other processes' parts, with one reduction for all."""
+        """`refresh` of linears whose scales cover the parts of the same other processes, with one reduction for all."""
         # Codes of the others come from whoever gathers them.
         linears = [linear for linear in linears if not linear.codes_only]
         if not linears:

@@ -112,8 +112,9 @@ class QuantizedModel:
     def refresh_weights(self) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
         stale = [linear for linear in self.linears if linear.weight.requires_grad]
-        # Scales that span ranks need a reduction: one for all of these weights.
-        LowBitLinear.refresh_spanning([linear for linear in stale if linear.reduce is not None])
+        # Scales that span ranks need a reduction: one for all weights of the same ranks.
+        for reduce in dict.fromkeys(linear.reduce for linear in stale if linear.reduce is not None):
+            LowBitLinear.refresh_spanning([linear for linear in stale if linear.reduce is reduce])
         for linear in stale:
             if linear.reduce is None:
                 linear.refresh()

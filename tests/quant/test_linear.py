@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.quant import SCHEMES, LowBitLinear, quantize_linears
+from qtrain.quant.quantized_model import SharedLinear
 from tests.cases import matrix
 
 
@@ -150,3 +151,27 @@ def test_compiles_whole_and_does_not_recompile_on_a_new_step():
         assert torch.allclose(compiled(x), eager, rtol=1e-5, atol=1e-6)
         quantized.set_step(5)
         compiled(x).sum().backward()
+
+
+def test_scales_of_several_groups_of_processes_are_reduced_by_each_of_them():
+    """In one message of each: of the first and third linear, of whose weights another process has an element twice as
+    large, and of the second, of which none has."""
+    messages = []
+
+    def twice(statistics: Tensor) -> Tensor:
+        messages.append(len(statistics))
+        return 2 * statistics
+
+    def same(statistics: Tensor) -> Tensor:
+        messages.append(len(statistics))
+        return statistics
+
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    shared = {"0": SharedLinear(reduce=twice), "1": SharedLinear(reduce=same), "2": SharedLinear(reduce=twice)}
+    quantized = quantize_linears(model, SCHEMES.make("fp8_tensorwise", {}, "-"), seed=0, shared=shared.get)
+    messages.clear()
+    quantized.refresh_weights()
+    assert messages == [2, 1]
+    for linear, factor in zip(quantized.linears, (2, 1, 2), strict=True):
+        scale = linear.weight_codes.operands().rows.scale
+        assert scale.item() == pytest.approx(factor * linear.weight.abs().max().item() / 448)

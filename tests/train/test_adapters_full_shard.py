@@ -67,7 +67,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     held = sum(t.untyped_storage().nbytes() for p in frozen for t in plain_tensors(p))
     held += sum(t.nbytes for p in frozen for t in local_tensors(parallel.master(p)) if full_shard)
     result = {"steps": found, "digests": state_digests(parallel, quantized, optimizer), "frozen": held}
-    result["prints"] = fingerprint(model, None, parallel.master)
+    result["prints"] = fingerprint(model, parallel.master)
     parallel.restore_full_weights()
     if rank() == 0:
         merge_lora(model)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
+from benchmarks.mesh_equality import (
+    CLOSE,
+    CONFIG,
+    MIXTURE,
+    SCHEMES_COMPARED,
+    TWO_HEADS,
+    differences,
+    random_micro_batch,
+    train,
+)
 from llm_finetune import FinetuneSettings
 from qtrain.core.errors import UserError
 from qtrain.models import (
@@ -49,9 +58,10 @@ CASES = [
 def _of_rank(
     scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool, full_shard: bool = False
 ) -> dict[str, Any]:
-    made = make_mesh(*map(int, mesh.split("x")), "cpu", ep=ep)
+    replicate, shard, *tp = map(int, mesh.split("x"))
+    made, config = make_mesh(replicate, shard, "cpu", *tp, ep=ep), MIXTURE | TWO_HEADS if tp else MIXTURE
     device = torch.device("cpu")
-    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, MIXTURE)
+    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, config)
 
 
 def _results(
@@ -106,6 +116,22 @@ def test_otherwise_losses_are_close(scheme):
     assert all(differences(first, other) == "" for other in others)
 
 
+GROUPS = ["fp8_tensorwise delayed", "int8 tensorwise", "fp8_blockwise", "bf16", "int8", "fp8_rowwise", "int8_weight"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("scheme", GROUPS)
+def test_tensor_groups_that_share_experts_train_the_same_on_any_mesh(scheme):
+    """Two groups of two ranks that shard or have replicas, or four of two, with layers fully sharded: bit for bit. As
+    groups that each have all experts: nearly."""
+    alone = _results(scheme, "adamw_8bit", "1x2x2", 1, True)[0]
+    first, *others = _results(scheme, "adamw_8bit", "1x2x2", 2, True)
+    assert differences(alone, first, CLOSE) == ""
+    for mesh, full_shard in (("2x1x2", False), ("1x2x2", True), ("2x2x2", True)):
+        others += _results(scheme, "adamw_8bit", mesh, 2, True, full_shard)
+    assert all(differences(first, other) == "" for other in others)
+
+
 @pytest.mark.parametrize(
     ("mesh", "ep", "found"),
     [((1, 8), 2, (1, 4)), ((2, 4), 2, (2, 2)), ((2, 4), 8, (1, 1)), ((8, 1), 2, (4, 1)), ((4, 2), 4, (2, 1))],
@@ -131,7 +157,6 @@ def test_groups_that_do_not_fit_are_refused(mesh, ep, words):
 REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder has expert parallelism"),
-    (LanguageSettings(ep=2, tp=2), "--tp 2 shards the experts over its ranks too; leave --ep out"),
     (
         LanguageSettings(ep=2, optimizer_in_backward=True),
         "--optimizer_in_backward does not know experts",
@@ -162,19 +187,23 @@ def test_micro_batches_of_several_lengths_and_what_is_no_mixture_are_refused():
         check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
     with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):
         check_experts_divisible(ModelConfig.from_hf(MIXTURE), 3, "qwen")
+    with pytest.raises(
+        UserError, match=r"^--ep: 4 does not .* the 2 experts of qwen on each rank of --tp 2; allowed: 1, 2\."
+    ):
+        check_experts_divisible(ModelConfig.from_hf(MIXTURE), 4, "qwen", tp=2)
 
 
 def _of_compiled(
-    scheme: str, mode: str, compiled: bool, deterministic: bool, every_routing: bool = True, ranks: int = 2
+    scheme: str, mode: str, compiled: bool, deterministic: bool, every_routing: bool = True, ranks: int = 2, tp: int = 1
 ) -> tuple[float, float]:
-    """Of `ranks`, which have two experts each."""
-    mesh = make_mesh(1, ranks, "cpu", ep=ranks)
-    source = ModelSource("small", {**MIXTURE, "num_experts": 2 * ranks}, "--model")
-    group = mesh.expert_mesh.tp_group
-    parts = ModelParallel(source.model_config(), group, experts_only=True, every_routing=every_routing)
+    """Of `ranks`, which have two experts each; or so many groups of `tp`."""
+    mesh = make_mesh(1, ranks, "cpu", tp, ep=ranks)
+    source = ModelSource("small", {**MIXTURE, **TWO_HEADS, "num_experts": 2 * ranks * tp}, "--model")
+    parts = ModelParallel.on(source.model_config(), mesh, every_routing=every_routing)
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
-    quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
+    made = SCHEMES.make(name, options, "-")
+    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, shared=parts.shared_linear)
     apply_recompute(model, RECOMPUTE_SETS[mode])
     if compiled:
         compile_layers(model)
@@ -186,28 +215,34 @@ def _of_compiled(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("how", ["eager full", "compiled none", "compiled full"])
-def test_recomputed_and_compiled_layers(how, deterministic):
+@pytest.mark.parametrize(
+    ("how", "tp", "deterministic"),
+    [(how, 1, ordered) for how in ("eager full", "compiled none", "compiled full") for ordered in (False, True)]
+    + [("eager full", 2, False), ("compiled full", 2, False)],
+)
+def test_recomputed_and_compiled_layers(how, tp, deterministic):
     """Recomputation changes nothing; compiled layers round otherwise."""
     compiled, mode = how.split()
-    plain = run_ranks(2, _of_compiled, "int8", "none", False, deterministic)
-    found = run_ranks(2, _of_compiled, "int8", mode, compiled == "compiled", deterministic)
+    plain = run_ranks(2 * tp, _of_compiled, "int8", "none", False, deterministic, True, 2, tp)
+    found = run_ranks(2 * tp, _of_compiled, "int8", mode, compiled == "compiled", deterministic, True, 2, tp)
     if compiled == "eager":
         assert found == plain
     for (loss, norm), (other_loss, other_norm) in zip(found, plain, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-3) and norm == pytest.approx(other_norm, rel=1e-2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    "how",
-    sampled(["eager none", "eager selective", "compiled none", "compiled full"], lambda how: how != "eager none"),
+    ("how", "tp"),
+    [("eager none", 1), ("eager selective", 1), ("compiled none", 1), ("compiled full", 1), ("eager selective", 2)],
 )
-def test_rows_as_a_routing_needs_them_change_nothing(how):
+def test_rows_as_a_routing_needs_them_change_nothing(how, tp):
     """Four ranks: rows for every routing are four times an even load."""
     compiled, mode = how.split()
     arguments = "int8", mode, compiled == "compiled", False
-    every, needed = (run_ranks(4, _of_compiled, *arguments, every_routing, 4) for every_routing in (True, False))
+    every, needed = (
+        run_ranks(4, _of_compiled, *arguments, every_routing, 4 // tp, tp) for every_routing in (True, False)
+    )
     if compiled == "eager":
         assert needed == every
     for (loss, norm), (other_loss, other_norm) in zip(needed, every, strict=True):  # compiled in other parts

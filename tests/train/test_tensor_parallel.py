@@ -6,6 +6,7 @@ code falls to the other side, and ranks' own scales are finer: LOSS_BOUNDS.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,8 +86,7 @@ STEPS = 2
 
 
 def parts_of(source: ModelSource, mesh: Mesh, sequence: bool = True) -> ModelParallel | None:
-    group = mesh.tp_group
-    return None if group is None else ModelParallel(source.model_config(), group, sequence=sequence)
+    return ModelParallel.on(source.model_config(), mesh, sequence=sequence)
 
 
 def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch.nn.Module:
@@ -112,17 +112,14 @@ def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]:
-    """This rank's term of every whole tensor; those that all ranks have count once."""
+    """This rank's term of every whole tensor; those that several ranks have count once."""
     found = {}
     for name, own in tensors.items():
         split = model.partition(name)
-        if split:
-            target = torch.zeros(split.full_shape(own.shape))
-            split.put(target, own)
-        elif model.parts and model.parts.group.rank:
-            target = torch.zeros_like(own)
-        else:
-            target = own
+        target = torch.zeros(split.full_shape(own.shape) if split else own.shape)
+        holders = model.parts.group_of(name).ranks if split else 1  # from the first rank on
+        if model.parts is None or model.parts.expert_group.rank < holders:
+            split.put(target, own) if split else target.copy_(own)
         found[name] = target.tolist()
     return found
 
@@ -144,17 +141,27 @@ CASES = [
 """Model, whether tokens are divided, and sequences x tokens: 24, and 13, which two ranks do not divide."""
 
 
-def _step(tp: int) -> list[dict[str, Any]]:
-    mesh, found = make_mesh(0, 0, "cpu", tp), []
-    for config, sequence, shape in CASES:
+def _step(
+    tp: int, ep: int = 1, micro_batches: int = 1, cases: Sequence[tuple[dict, bool, tuple[int, int]]] = CASES
+) -> list[dict[str, Any]]:
+    mesh, found = make_mesh(ep, 1, "cpu", tp, ep), []
+    for config, sequence, shape in cases:
         model = model_of(config, mesh, sequence)
         model.z_loss, model.loss_chunks = 1e-3, 3
         model.router_losses.balance, model.router_losses.z = 0.1, 0.01
         quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0)
-        ids = tokens(shape[0], shape[1] + 1)
-        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
+        every = [tokens(shape[0], shape[1] + 1, seed) for seed in range(micro_batches)]
+        ids = every[0]
+        batches = [
+            Batch(own[:, :-1].contiguous(), own[:, 1:].masked_fill(own[:, 1:] % 3 == 0, -100))
+            for own in every[mesh.dp_rank :: mesh.dp_size]
+        ]
         parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
-        gradients = compute_gradients(model, forward, quantized, [batch], 0, parallel=parallel)
+        gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+        for s in parallel.parameters if ep > 1 else ():
+            if ".experts." in s.name:  # an expert draws random bits of its own
+                first = model.partition(s.name).ranges[0][0] * s.parameter.shape[1]
+                assert parallel.placements[s.master].first_element == first
         with torch.no_grad():
             logits = model(ids)
         named = dict(model.named_parameters())
@@ -176,15 +183,27 @@ def _step(tp: int) -> list[dict[str, Any]]:
 def test_loss_gradients_logits_and_text_are_those_of_one_process():
     """With tied and untied embeddings, biases, QK-norm, z-loss, tokens that do not divide, and a mixture of experts,
     whose routers' losses are of all tokens."""
-    one, two = _step(1), run_ranks(2, _step, 2)
-    for expected, *parts in zip(one, *two, strict=True):
+    _compare_steps(_step(1), run_ranks(2, _step, 2))
+
+
+@pytest.mark.parametrize("shape", sampled([((2, 12),), ((1, 13),)], lambda shape: shape == (2, 12)))
+def test_so_they_are_where_tensor_groups_share_experts(shape):
+    """Two groups of two: each rank has one of four experts, half of all else, and half of a micro-batch's tokens."""
+    cases = [(MIXTURE, True, shape)]
+    _compare_steps(_step(1, 1, 2, cases), run_ranks(4, _step, 2, 2, 2, cases), data_ranks=2)
+
+
+def _compare_steps(one: list[dict[str, Any]], ranks: list[list[dict[str, Any]]], data_ranks: int = 1) -> None:
+    for expected, *parts in zip(one, *ranks, strict=True):
         for part in parts:
             assert part["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert part["norm"] == pytest.approx(expected["norm"], rel=1e-5) and part["norm"] == parts[0]["norm"]
             assert torch.allclose(torch.tensor(part["logits"]), torch.tensor(expected["logits"]), atol=1e-5)
-            assert part["load"] == expected["load"]
             assert part["logits"] == parts[0]["logits"], "ranks would sample different tokens"
             assert part["written"] == expected["written"] and part["answers"] == expected["answers"]
+        if expected["load"] is not None:  # data ranks have those of their micro-batches
+            of_data_ranks = torch.tensor([part["load"] for part in parts[:: len(parts) // data_ranks]])
+            assert of_data_ranks.sum(0).tolist() == expected["load"]
         weights = added([part["weights"] for part in parts])
         assert not [n for n, w in expected["weights"].items() if not torch.equal(torch.tensor(w), weights[n])]
         for name, gradient in added([part["gradients"] for part in parts]).items():
@@ -192,24 +211,35 @@ def test_loss_gradients_logits_and_text_are_those_of_one_process():
             assert (gradient - right).norm() <= 1e-5 * right.norm() + 1e-7 * expected["norm"], name
 
 
-def _loaded(folder: str) -> dict[str, list]:
-    source = read_model_source(folder)
-    model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2)).place)
+def _freeze(model: torch.nn.Module) -> None:
+    """The embedding, and experts."""
     assert freeze_embedding(model)
-    prints = fingerprint(model, model.parts.group)
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and ".experts." not in name)
+
+
+def _loaded(folder: str, ep: int) -> dict[str, list]:
+    source = read_model_source(folder)
+    model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2, ep)).place)
+    _freeze(model)
+    prints = fingerprint(model)
     return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
 
 
-@pytest.mark.parametrize("config", [QWEN3, CONFIG], ids=["untied", "tied"])
-def test_published_weights_and_their_fingerprints(config, tmp_path):
-    """Each rank loads its part; the frozen embedding's fingerprint is that of the whole."""
+@pytest.mark.parametrize(
+    ("config", "ep"),
+    [(QWEN3, 1), (CONFIG, 1), pytest.param(MIXTURE, 2, marks=pytest.mark.sweep)],
+    ids=["untied", "tied", "experts of two groups"],
+)
+def test_published_weights_and_their_fingerprints(config, ep, tmp_path):
+    """Each rank loads its part; fingerprints of what is frozen are those of the whole."""
     one = model_of(config, Mesh())
     export_hf(one, ModelSource("s", config, "--model"), tmp_path / "hf")
-    freeze_embedding(one)
-    parts = run_ranks(2, _loaded, str(tmp_path / "hf"))
+    _freeze(one)
+    parts = run_ranks(2 * ep, _loaded, str(tmp_path / "hf"), ep)
     loaded = added([part["weights"] for part in parts])
     assert not [name for name, p in one.named_parameters() if not torch.equal(p.data, loaded[name])]
-    assert [part["frozen"] for part in parts] == [fingerprint(one)] * 2
+    assert [part["frozen"] for part in parts] == [fingerprint(one)] * (2 * ep)
 
 
 # ---- steps of training in every scheme -------------------------------------------------------------------------------
@@ -334,7 +364,7 @@ def test_codes_of_tensorwise_weights_are_those_of_the_whole(scheme):
     for number, name in enumerate(("layers.0.attn.qkv.weight", "layers.0.attn.o_proj.weight")):
         for rank, of_rank in enumerate(of_two(scheme)):
             group = dataclasses.replace(_Group, rank=rank)
-            split = ModelParallel(config, group).partition(name)
+            split = ModelParallel(config, group, group).partition(name)
             codes = torch.tensor(one[f"{number} output_codes"])
             assert torch.equal(split.take(codes), torch.tensor(of_rank["codes"][f"{number} output_codes"]))
             key = f"{number} output_scale"
@@ -467,8 +497,8 @@ def test_sizes_that_do_not_divide_are_refused(ranks, changes, says):
 
 def test_no_rank_of_a_large_vocabulary_begins_between_multiples_of_64():
     config = ModelConfig.from_hf({**CONFIG, "vocab_size": 151_936})
-    rows = ModelParallel(config, dataclasses.replace(_Group, ranks=2)).vocabulary
+    rows = ModelParallel(config, dataclasses.replace(_Group, ranks=2), None).vocabulary
     assert rows == [(0, 75_968), (75_968, 151_936)] and 75_968 % 64 == 0
-    rows = ModelParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group).vocabulary
+    rows = ModelParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group, None).vocabulary
     assert rows == [(0, 25_152), (25_152, 50_257)]
-    assert ModelParallel(ModelConfig.from_hf(CONFIG), _Group).vocabulary == [(0, 132), (132, 263)]
+    assert ModelParallel(ModelConfig.from_hf(CONFIG), _Group, None).vocabulary == [(0, 132), (132, 263)]

@@ -248,7 +248,7 @@ def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -
     inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
     codes = sum(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
     how = (
-        "as codes (with --deterministic, or adapters of experts, in the model's dtype)"
+        "as codes (with adapters of experts, or with --deterministic and no --tp, in the model's dtype)"
         if codes
         else "in the model's dtype"
     )

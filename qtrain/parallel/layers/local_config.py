@@ -14,8 +14,8 @@ def check_mesh(config: ModelConfig | MaybeNone, mesh: Mesh, sequence: bool, mode
     """UserError where a model, --model `model`, cannot be split over a mesh. sequence: along tokens too."""
     if mesh.tp > 1:
         check_divisible(config, mesh.tp, sequence)
-    if mesh.expert_mesh is not None:
-        check_experts_divisible(config, mesh.expert_mesh.tp, model)
+    if mesh.ep > 1:
+        check_experts_divisible(config, mesh.ep, model, mesh.tp)
 
 
 def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> None:
@@ -40,33 +40,35 @@ def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> N
         raise UserError(f"--tp: {ranks} ranks are more than the vocabulary's {config.vocab_size} tokens.")
 
 
-def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) -> None:
-    """UserError where `--ep ranks` does not divide the experts of --model, or where there are none."""
+def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str, tp: int = 1) -> None:
+    """UserError where `--ep ranks` does not divide the experts of --model that a rank of --tp has, or where there are
+    none."""
     if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
-    if (experts := config.mixture.experts) % ranks:
+    if (experts := config.mixture.experts // tp) % ranks:
+        of_rank = f" on each rank of --tp {tp}" * (tp > 1)
         raise UserError(
-            f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {divisors(experts)}."
+            f"--ep: {ranks} does not divide the {experts} experts of {model}{of_rank}; allowed: {divisors(experts)}."
         )
 
 
 def local_config(config: ModelConfig, tp: int, ep: int, every_routing: bool = True) -> ModelConfig:
     """The sizes of what one rank holds with --tp or --ep, its experts among them. every_routing: with --ep rows are
     those of any routing; without, those that a rank takes at least (`group_rows_of`)."""
+    local = _local_experts(config, tp * ep, micro_batches=ep)
+    if ep > 1 and not every_routing:
+        # An even load: those of the tokens of `ep` micro-batches, over all ranks that compute them.
+        rows = min(-(-EVEN_LOADS * config.mixture.per_token // tp), local.mixture.per_token)
+        local = dataclasses.replace(local, moe=dataclasses.replace(local.mixture, reserved=rows))
     if tp == 1:
-        local = _local_experts(config, ep, micro_batches=ep)
-        if ep == 1 or every_routing:
-            return local
-        rows = min(EVEN_LOADS * config.mixture.per_token, local.mixture.per_token)
-        return dataclasses.replace(local, moe=dataclasses.replace(local.mixture, reserved=rows))
-    local = dataclasses.replace(
-        config,
+        return local
+    return dataclasses.replace(
+        local,
         vocab_size=-(-config.vocab_size // tp),  # the most that a rank has
         num_attention_heads=config.num_attention_heads // tp,
         num_key_value_heads=config.num_key_value_heads // tp,
         intermediate_size=config.intermediate_size // tp,
     )
-    return _local_experts(local, tp, micro_batches=1)
 
 
 def _local_experts(config: ModelConfig, ranks: int, micro_batches: int) -> ModelConfig:

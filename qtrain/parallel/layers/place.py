@@ -18,7 +18,7 @@ so that the compiler sees the same graph.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
+from qtrain.core.maybe_none import MaybeNone
 from qtrain.models import Decoder
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention
@@ -74,13 +75,15 @@ VOCABULARY_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the ranks of a group split a decoder that `check_mesh` allows: with --tp everything in TABLE, with --ep the
-    experts alone."""
+    """How ranks split a decoder that `check_mesh` allows: those of --tp everything in TABLE, those of --ep the experts,
+    and with both the ranks of all tensor groups that compute experts together."""
 
     config: ModelConfig
     """Of the full model."""
-    group: RankGroup
-    experts_only: bool = False
+    tp_group: RankGroup | MaybeNone
+    """The ranks that split all but experts; None: each has all of that."""
+    expert_group: RankGroup | MaybeNone
+    """Those that split experts; without --ep `tp_group`."""
     sequence: bool = True
     """Whether the residual stream is sharded along tokens between the layers' parts (sequence parallelism)."""
     every_routing: bool = True
@@ -88,10 +91,21 @@ class ModelParallel:
     adapter_rank: int = 0
     """Of the adapters of experts."""
 
+    @classmethod
+    def on(cls, config: ModelConfig, mesh: Mesh, **options: Any) -> "ModelParallel | None":
+        """On the ranks of a mesh; None where each has all of the model."""
+        group = mesh.model_group
+        return None if group is None else cls(config, mesh.tp_group, group, **options)
+
+    @property
+    def tp(self) -> int:
+        """The tensor-parallel degree."""
+        return 1 if self.tp_group is None else self.tp_group.ranks
+
     @cached_property
     def vocabulary(self) -> list[tuple[int, int]]:
         """Rows of the vocabulary of every rank."""
-        size, ranks = self.config.vocab_size, self.group.ranks
+        size, ranks = self.config.vocab_size, self.tp
         # A small one would be split unevenly.
         unit = VOCABULARY_ALIGNMENT if size >= 8 * ranks * VOCABULARY_ALIGNMENT else 1
         # size * r / ranks, rounded up to the unit; the last ranks may have less.
@@ -102,16 +116,25 @@ class ModelParallel:
         """How the parameter `name` is split; None: every rank has all of it."""
         parent, module, _ = _path(name)
         kind = TABLE.get((parent, module))
-        if self.experts_only and kind != "expert":
+        if self.tp_group is None and kind != "expert":
             return None
         return None if module in ("q_norm", "k_norm") and self.config.qk_norm != "whole" else kind
 
+    def group_of(self, name: str) -> RankGroup | MaybeNone:
+        """The ranks that compute with the parameter `name` together, parts of it or, as norms, all of it; None: each
+        for itself."""
+        return self.expert_group if self.kind(name) == "expert" else self.tp_group
+
     def partition(self, name: str) -> Partition | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""
+        group = self.group_of(name)
+        return None if group is None else self.partition_of(name, group.ranks, group.rank)
+
+    def partition_of(self, name: str, ranks: int, rank: int) -> Partition | None:
+        """The same of any rank of the parameter's group."""
         kind, config = self.kind(name), self.config
         if kind is None:
             return None
-        ranks, rank = self.group.ranks, self.group.rank
         parent, module, own = _path(name)
         if kind == "expert":
             rows = 2 * config.mixture.width if module == "gate_up" else config.hidden_size
@@ -137,7 +160,7 @@ class ModelParallel:
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
         experts, of its heads or its tokens."""
-        if self.experts_only or self.partition(name) is not None:  # a split parameter's gradient is this rank's alone
+        if self.tp_group is None or self.partition(name) is not None:  # that of a part is this rank's alone
             return False
         return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
 
@@ -146,27 +169,27 @@ class ModelParallel:
         same product."""
         kind = self.kind(f"{name}.weight")
         if kind is None:  # all ranks have all of it, and with sequence parallelism tokens of their own
-            return ("grad_weight",) if self.sequence and not self.experts_only else ()
+            return ("grad_weight",) if self.sequence and self.tp_group is not None else ()
         if kind == "row":
             return ("output",)
         return ("grad_input",) if kind in ("column", "vocab") else ()
 
     def shared_linear(self, name: str) -> SharedLinear | None:
         """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""
-        if self.experts_only and self.kind(f"{name}.weight") is None:
-            return None
-        return shared_over(self.group)
+        group = self.group_of(f"{name}.weight")
+        return None if group is None else shared_over(group)
 
     @property
     def local_config(self) -> ModelConfig:
-        """The sizes of one rank's layers; of experts those of all."""
-        return self.config if self.experts_only else local_config(self.config, self.group.ranks, 1)
+        """The sizes of one rank's layers; of experts those without --ep."""
+        return local_config(self.config, self.tp, 1)
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """The plan's lines on what ranks send each other within layers."""
-        if self.experts_only:
-            return [describe_tokens(self.config.mixture.experts, linears, self.group.ranks)]
-        return [describe_inputs(linears)] if self.sequence else []
+        notes = [] if self.tp_group is None or not self.sequence else [describe_inputs(linears)]
+        if self.expert_group != self.tp_group:
+            notes.append(describe_tokens(self.config.mixture.experts, linears, self.expert_group.ranks))
+        return notes
 
     def place(self, model: Decoder) -> None:
         """Make a decoder on the meta device that of this rank."""
@@ -182,21 +205,21 @@ class ModelParallel:
         model.parts = self
         model.fullgraph = model.fullgraph and self.every_routing
         # After the shapes: parallel modules read the sizes of the weights that they take over.
-        stream = ResidualStream(self.group, self.sequence)
+        stream = ResidualStream(self.tp_group, self.sequence)
         for name, module in list(model.named_modules()):
             if (parallel := self._parallel_kind(name, module, stream)) is not None:
                 model.set_submodule(name, parallel)
-        if not self.experts_only:
+        if self.tp_group is not None:
             model.shards_sequence = self.sequence
-            model.kv_heads //= self.group.ranks
-            model.make_norm = partial(TPRMSNorm, group=self.group)
+            model.kv_heads //= self.tp
+            model.make_norm = partial(TPRMSNorm, group=self.tp_group)
         model.tie()
 
     def _parallel_kind(self, name: str, module: nn.Module, stream: ResidualStream) -> nn.Module | None:
         """What replaces a module; None: it stays."""
         if isinstance(module, Experts):
-            return EPExperts(module, self.group, self.every_routing)
-        if self.experts_only or name.endswith(".shared"):  # every rank has all of a shared expert
+            return EPExperts(module, self.expert_group, self.every_routing)
+        if self.tp_group is None or name.endswith(".shared"):  # every rank has all of a shared expert
             return None
         if isinstance(module, Attention):
             rows = self.partition(f"{name}.qkv.weight")
@@ -208,12 +231,12 @@ class ModelParallel:
         if isinstance(module, MoE):
             return TPMoE(module, stream)
         if isinstance(module, Embedding):
-            return TPEmbedding(module, stream, self.vocabulary[self.group.rank][0])
+            return TPEmbedding(module, stream, self.vocabulary[self.tp_group.rank][0])
         if name == "output":
             return TPOutput(stream, self.vocabulary)
         if isinstance(module, nn.RMSNorm) and self.kind(f"{name}.weight") == "heads":
             assert module.eps is not None
-            return TPRMSNorm(module.weight.shape[0], module.eps, self.group)  # on meta, like everything
+            return TPRMSNorm(module.weight.shape[0], module.eps, self.tp_group)  # on meta, like everything
         return None
 
 
@@ -227,6 +250,7 @@ def _path(name: str) -> tuple[str, str, str]:
     return parent, module, own
 
 
+@cache  # weights of the same ranks have the same reduction: `refresh_weights` makes one of them
 def shared_over(group: RankGroup) -> SharedLinear:
     """A weight of which each rank of the group has a part."""
     return SharedLinear(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
@@ -249,16 +273,17 @@ def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
     stochastically."""
     notes = []
     if mesh.tp > 1:
+        of_experts = " and --ep" * (mesh.ep > 1)
         notes.append(
-            "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of "
-            "their own"
+            f"note    --deterministic: the same on any number of processes with this --tp{of_experts}, whose sums have "
+            "an order of their own"
         )
     if mesh.cp > 1:
         notes.append(
             "note    --deterministic: the same on any number of processes with this --cp, whose ranks each add the "
             "gradients of their part of a micro-batch's tokens"
         )
-    if mesh.expert_mesh is not None and rounds_experts:
+    if mesh.ep > 1 and mesh.tp == 1 and rounds_experts:
         notes.append(
             "note    --deterministic: the same on any number of processes with this --ep; experts' weights are rounded "
             "stochastically, on each process with bits of its own"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.rank_group import RankGroup
 from qtrain.comm.ranks import all_gather
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
@@ -48,17 +47,19 @@ class _Projection(NamedTuple):
 
 
 class DividedState:
-    """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
+    """Converts between a rank's tensors and whole ones. model: its part of a decoder."""
 
-    def __init__(self, model: Decoder, group: RankGroup):
-        self._group, self._inexact = group, set()
+    def __init__(self, model: Decoder):
+        assert isinstance(model.parts, ModelParallel)
+        self._ranks_of, self._inexact = model.parts.group_of, set()
         named = dict(model.named_parameters())
         self._splits = {name: split for name in named if (split := model.partition(name))}
         self._shapes = {name: named[name].shape for name in self._splits}
         self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
         # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
         fused, experts = hidden_matrices(model), [name for name in self._splits if ".experts." in name]
-        self._projections = {n: len(fused[id(named[n])]) // group.ranks for n in experts if id(named[n]) in fused}
+        ranks = model.parts.expert_group.ranks if experts else 1
+        self._projections = {n: len(fused[id(named[n])]) // ranks for n in experts if id(named[n]) in fused}
 
     def model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of `model_tensors`."""
@@ -79,7 +80,7 @@ class DividedState:
             whole = found.setdefault(name, {})
             for key, tensor in entries.items():
                 if own := self._projection(name, key):
-                    whole[own.on_rank(self._group.rank)] = tensor
+                    whole[own.on_rank(self._ranks_of(name).rank)] = tensor
                 else:
                     whole[key] = self._whole(f"{name}.{key}", name, tensor, _unit(key))
         return found
@@ -98,7 +99,7 @@ class DividedState:
 
     def _split(self, entry: str, name: str, unit: int | None, width: int) -> Partition:
         """How a tensor of the parameter `name` is split. width: the length of its rows on this rank."""
-        split, ranks = self._splits[name], self._group.ranks
+        split, group = self._splits[name], self._ranks_of(name)
         if split.dim == 0 or unit == 1:  # rows are never cut, single elements need no alignment
             return split
         if unit is None or self._shapes[name][1] % unit:
@@ -106,7 +107,7 @@ class DividedState:
             self._inexact.add(entry)
             dim = 0 if unit is None else 1
             # Parts end to end, as if the blocks were the whole's: right for this --tp, and named as such.
-            return Partition.evenly(dim, (width * ranks,), ranks, self._group.rank)
+            return Partition.evenly(dim, (width * group.ranks,), group.ranks, group.rank)
         ranges = tuple((start // unit, stop // unit) for start, stop in split.ranges)
         return dataclasses.replace(split, full=split.full // unit, ranges=ranges)
 
@@ -134,9 +135,11 @@ class DividedState:
 
     def _group_of(self, described: Mapping[str, Any], to_whole: bool) -> Mapping[str, Any]:
         """A parameter group with the rows of fused projections that the whole has, or this rank."""
-        ranks, parts = self._group.ranks, described["options"].get("parts")
-        if not parts or not any(name in self._splits.keys() - self._projections.keys() for name in described["params"]):
+        parts, split = described["options"].get("parts"), self._splits.keys() - self._projections.keys()
+        name = next((name for name in described["params"] if name in split), None)
+        if not parts or name is None:
             return described
+        ranks = self._ranks_of(name).ranks
         parts = [n * ranks if to_whole else n // ranks for n in parts]  # rows of q, k, v or of gate, up
         return {**described, "options": {**described["options"], "parts": parts}}
 
@@ -145,10 +148,11 @@ class DividedState:
         projection = self._projection(name, key)
         if projection is None:
             return [key]
+        group = self._ranks_of(name)
         if to_whole:
-            return [projection.on_rank(rank) for rank in range(self._group.ranks)]
-        own = projection.on_rank(-self._group.rank)
-        return [own] if 0 <= projection.index - self._group.rank * projection.count < projection.count else []
+            return [projection.on_rank(rank) for rank in range(group.ranks)]
+        own = projection.on_rank(-group.rank)
+        return [own] if 0 <= projection.index - group.rank * projection.count < projection.count else []
 
     def _shape(self, name: str, key: str, described: dict[str, Any], to_whole: bool) -> dict[str, Any]:
         if name not in self._splits or not described.get("shape") or self._projection(name, key):
@@ -201,9 +205,8 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     on the others. Every rank calls it."""
     if not holds_exported_part(mesh):
         return None
-    config, group, device = model.config, mesh.model_group, model.norm.weight.device
-    assert isinstance(model.parts, ModelParallel) and group is not None, "one process has the whole model"
-    parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
+    config, parts, device = model.config, model.parts, model.norm.weight.device
+    assert isinstance(parts, ModelParallel), "one process has the whole model"
     whole = None
     if mesh.rank == 0:
         with torch.device("meta"):
@@ -212,10 +215,14 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         whole.tie()
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
-        splits = [split for part in parts if (split := part.partition(name)) is not None]
+        group = parts.group_of(name)
+        ranks = 0 if group is None else group.ranks
+        splits = [split for rank in range(ranks) if (split := parts.partition_of(name, ranks, rank)) is not None]
         if not splits:  # every rank has all of it, but for full sharding, where only rank 0 may
             if whole is not None:
                 targets[name].copy_(exported())
+            continue
+        if group == mesh.tp_group and mesh.dp_rank:  # among several tensor groups that have the experts
             continue
         own = exported()
         shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]

@@ -27,7 +27,7 @@ from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.host_gradients import HostGradients
 from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
-from qtrain.parallel.sharding.part_masters import TensorParts, keep_in_order, shard_experts
+from qtrain.parallel.sharding.part_masters import TensorParts, keep_in_order, on_expert_mesh, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
 from qtrain.quant import QuantizedModel, Scheme
 from qtrain.quant.choices import shared_weights
@@ -99,7 +99,7 @@ class DataParallel:
         for p in model.parameters():
             if id(p) not in in_units | dropped:
                 materialize(p)
-        split = {name for name, _ in trained if mesh.expert_mesh is not None and _decoder(model).partition(name)}
+        split = {name for name, _ in trained if on_expert_mesh(name, mesh)}
         # Experts have a mesh of their own: the ranks that hold the same ones.
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
@@ -108,7 +108,9 @@ class DataParallel:
         names, place = {name for name, _ in moved}, {name: place for place, (name, _) in enumerate(trained)}
         self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
         self.parameters += offload_parameters(moved, mesh)
-        terms = keep_in_order(model) if deterministic else {}
+        # With --tp no order of additions is that of one process.
+        in_order = deterministic and mesh.expert_mesh is not None and mesh.tp == 1
+        terms = keep_in_order(model) if in_order else {}
         if split:
             self.parameters += shard_experts(_decoder(model), experts, *how, terms)
         elif moved:
@@ -129,7 +131,7 @@ class DataParallel:
         """Of masters that are parts of larger parameters."""
         if self._parts is not None:
             self.placements |= self._parts.placements
-        self.divided_state = None if mesh.model_group is None else DividedState(_decoder(model), mesh.model_group)
+        self.divided_state = None if mesh.model_group is None else DividedState(_decoder(model))
         if mesh.dp_size > 1 or deterministic:
             self._reduction = GradientReduction(
                 groups,
@@ -159,9 +161,8 @@ class DataParallel:
         expert_mesh = self.mesh.expert_mesh
         if expert_mesh is None:
             return shard_frozen(named, self.mesh)
-        split = {name for name, _ in named if _decoder(model).partition(name)}
-        experts = [(name, p) for name, p in named if name in split]
-        found = shard_frozen([(name, p) for name, p in named if name not in split], self.mesh)
+        experts = [(name, p) for name, p in named if on_expert_mesh(name, self.mesh)]
+        found = shard_frozen([(name, p) for name, p in named if not on_expert_mesh(name, self.mesh)], self.mesh)
         if expert_mesh.shard > 1:
             return found + shard_frozen(experts, expert_mesh)
         for _, p in experts:

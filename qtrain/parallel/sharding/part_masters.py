@@ -29,7 +29,7 @@ class TensorParts:
         self.placements = {
             s.master: Placement(split.full_shape(s.parameter.shape), rng_offset=offset)
             for s in parameters
-            if (split := splits[s.name])
+            if s.mesh is mesh and (split := splits[s.name])  # experts of --ep have a placement of their own
         }
         self.counted = [s for s in parameters if splits[s.name] or mesh.tp_rank == 0]
         self._terms = [[s.parameter for s in group if parts.has_partial_gradient(s.name)] for group in groups]
@@ -58,6 +58,11 @@ def keep_in_order(model: nn.Module) -> dict[int, Tensor]:
         if isinstance(module, EPExperts):
             terms |= module.keep_in_order()
     return terms
+
+
+def on_expert_mesh(name: str, mesh: Mesh) -> bool:
+    """Whether a parameter is sharded over the ranks that hold the same experts, not over all data-parallel ones."""
+    return mesh.expert_mesh is not None and ".experts." in name
 
 
 def shard_experts(

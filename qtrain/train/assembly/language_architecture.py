@@ -119,17 +119,10 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         check_mesh(config, mesh, settings.sequence_parallel, settings.model)
         if mesh.cp_group is not None:
             check_context(config, mesh.cp, settings.seq_len)
-        parts = None
-        if mesh.model_group is not None:
-            parts = ModelParallel(
-                config,
-                mesh.model_group,
-                experts_only=mesh.expert_mesh is not None,
-                sequence=settings.sequence_parallel,
-                every_routing=reserves_every_routing(settings),
-            )
+        every_routing = reserves_every_routing(settings)
+        parts = ModelParallel.on(config, mesh, sequence=settings.sequence_parallel, every_routing=every_routing)
         context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
-        rows = describe_rows(config.mixture, settings.ep, reserves_every_routing(settings)) if settings.ep > 1 else None
+        rows = describe_rows(config.mixture, mesh.ep * mesh.tp, every_routing) if mesh.ep > 1 else None
         loads = config is not None and settings.pretrained and source.has_weights
         declared = source.declared_codes() if loads else None
         teacher = Teacher.of(settings, config)
@@ -271,9 +264,9 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         if self.config is None or self.config.moe is None:
             return None
         head, linears_by_key = self.head(self.empty), layer_linears(self.config)
-        # An expert computes the micro-batches of all ranks of its group.
-        ranks = self.parts.group.ranks if self.parts is not None and self.parts.experts_only else 1
-        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in linears_by_key.items()}
+        # An expert computes the micro-batches of all data-parallel ranks of its group.
+        micro_batches = 1 if self.parts is None else self.parts.expert_group.ranks // self.parts.tp
+        shares = {key: n.share * (micro_batches if n.groups > 1 else 1) for key, n in linears_by_key.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
             for linear, names in find_linears(self.empty).items()

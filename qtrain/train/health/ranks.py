@@ -5,7 +5,8 @@ all ranks sample their own micro-batches at once, and rank 0 writes what it has 
 
     data parallel (ZeRO, full sharding)   the numbers of its own tokens
     --tp                                  those of whole linears: sums over the parts of tensors and products
-    --ep                                  of experts those of all ranks of its group, of other linears its own
+    --ep                                  of experts those of all ranks of its group, of other linears its own, or
+                                          with --tp those of whole ones
     --cp                                  those of its part of the sequences, under the scales of all parts
     routers                               the load of all ranks' tokens
 
@@ -150,14 +151,16 @@ class SampleRanks:
         found = {}
         for (name, probe), block in zip(probes.items(), every.split([len(b) for b in blocks], dim=1), strict=True):
             kind = None if self._parts is None else self._parts.kind(f"{name}.weight")
-            if group is None or (self._parts is not None and self._parts.experts_only and kind != "expert"):
-                block = block[:1] if group is None else block[group.rank : group.rank + 1]
+            own = group if self._parts is None else self._parts.group_of(f"{name}.weight")
+            if group is not None:  # of its consecutive ranks those that compute this linear together
+                first, count = (group.rank, 1) if own is None else (group.rank - own.rank, own.ranks)
+                block = block[first : first + count]
             found[name] = _added(block, len(_schemes(probe)), kind == "expert")
         return found
 
     def _add_terms(self, probe: LinearProbe) -> None:
         """Sum the products of which each rank has a term."""
-        group, schemes = self._parallel.mesh.model_group, _schemes(probe)
+        group, schemes = self._parallel.mesh.tp_group, _schemes(probe)
         for gemm, own in probe.own.terms.items():
             none = torch.zeros_like(own)
             terms = torch.stack([none if errors is None else errors.terms.get(gemm, none) for errors in schemes])

@@ -28,8 +28,7 @@ from qtrain.train.settings.recompute import recompute_kinds
 def language_traffic(run: LanguageRun) -> Traffic:
     """What the ranks of any mesh send each other."""
     checked, model_config, adapted = run.checked, run.config, bool(run.adapters)
-    # With --tp a rank's part, which its data-parallel peers have too; with --ep all, of which experts are told
-    # apart below.
+    # With --tp a rank's part, which its data-parallel peers have too; with --ep experts are told apart below.
     trained = run.trained or all_of(local_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     # A tied head is the embedding: its weight is not the linear's alone. Under adapters all linears are frozen.
@@ -63,12 +62,12 @@ def language_traffic(run: LanguageRun) -> Traffic:
             deterministic=checked.settings.deterministic,
         )
 
+    settings, group = checked.language, None
     # Activations come on top: every layer's inputs and outputs.
-    if checked.settings.tp > 1 or checked.settings.cp > 1:
-        group = _tensor_traffic(run) if checked.settings.tp > 1 else _context_traffic(run)
+    if settings.tp > 1 or settings.cp > 1:
+        group = _tensor_traffic(run) if settings.tp > 1 else _context_traffic(run)
+    if settings.ep == 1:
         return replace(of(trained.shapes, alone, run.linears), group=group)
-    if checked.settings.ep == 1:
-        return of(trained.shapes, alone, run.linears)
 
     def part(*, experts: bool) -> Traffic:
         shapes = [group for group in trained.shapes if group.experts == experts]
@@ -77,10 +76,10 @@ def language_traffic(run: LanguageRun) -> Traffic:
     experts = ExpertTraffic(
         part(experts=True),
         layers=len(model_config.moe_layers),
-        tokens=checked.geometry.micro_batch_size * checked.language.seq_len,
+        tokens=checked.geometry.micro_batch_size * settings.seq_len // settings.tp,
         bytes_per_token=_routed_bytes(run),
     )
-    return replace(part(experts=False), experts=experts)
+    return replace(part(experts=False), experts=experts, group=group)
 
 
 def _is_experts(linear: LinearChoice) -> bool:
@@ -88,7 +87,7 @@ def _is_experts(linear: LinearChoice) -> bool:
 
 
 def _tensor_traffic(run: LanguageRun) -> GroupTraffic:
-    """What the ranks of --tp exchange in a micro-batch."""
+    """What the ranks of --tp exchange in a micro-batch; with --ep without the tokens of experts."""
     settings, element, width = run.settings, run.checked.dtype.itemsize, run.config.hidden_size
     layers, mixtures = run.config.num_hidden_layers, len(run.config.moe_layers)
     kinds = recompute_kinds(settings)
@@ -106,7 +105,7 @@ def _tensor_traffic(run: LanguageRun) -> GroupTraffic:
     if layers > mixtures:
         of_token += halves("gate_up", "ffn", last=True)
         calls += (layers - mixtures) * EXCHANGES_A_HALF
-    if mixtures:
+    if mixtures and settings.ep == 1:
         of_token += mixtures * _routed_bytes(run)
         calls += mixtures * EXCHANGES_A_LAYER
     return GroupTraffic(

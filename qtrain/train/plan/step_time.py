@@ -279,12 +279,12 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     micro-batch."""
     if mesh.world == 1:
         return 0.0
-    if traffic.group is not None:
-        return exchange_overhead(replace(traffic, group=None), Mesh(mesh.replicate, mesh.shard), reshards)
     if traffic.experts is not None:
-        part, expert_mesh = traffic.experts.part(mesh.expert_mesh.tp), mesh.expert_mesh
+        part, expert_mesh = traffic.experts.part(mesh.ep), mesh.expert_mesh
         of_part = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)
         return of_part + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
+    if traffic.group is not None:
+        return exchange_overhead(replace(traffic, group=None), Mesh(mesh.replicate, mesh.shard), reshards)
     # Without shards, as in DDP, no weights are gathered.
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1

@@ -15,7 +15,8 @@ tensor-parallel group exchange inputs and outputs of attention and MLP.
 attention, by all-to-alls, and wait for each other's scales.
 
 --ep shards the experts of a mixture. Ranks that hold the same experts reduce their gradients and gather their weights;
-the ranks of an expert-parallel group gather the tokens of every micro-batch.
+the ranks of an expert-parallel group, with --tp those of all its tensor-parallel groups, gather the tokens of every
+micro-batch.
 """
 
 import math
@@ -45,7 +46,7 @@ class ExpertTraffic:
     """Communication of experts that --ep shards."""
 
     parameters: "Traffic"
-    """That of all experts' parameters, as if --ep was 1."""
+    """That of all experts' parameters, as if --ep was 1; with --tp of a rank's part."""
     layers: int
     """Layers that are mixtures of experts."""
     tokens: int
@@ -53,19 +54,20 @@ class ExpertTraffic:
     bytes_per_token: float
     """Bytes that reach each other rank, in one layer, forward and backward."""
 
-    def costs(self, expert_mesh: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
-        ranks, node = expert_mesh.tp, cluster.gpus_per_node
-        found = self.part(ranks).costs(Mesh(expert_mesh.replicate, expert_mesh.shard), cluster.every(ranks), reshards)
+    def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
+        experts, node = mesh.expert_mesh, cluster.gpus_per_node
+        ranks, data = experts.tp, Mesh(experts.replicate, experts.shard)
+        found = self.part(mesh.ep).costs(data, cluster.every(ranks), reshards)
         # `all_gather` counts what a rank has afterwards: the tokens of all ranks.
         volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
         tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
 
-    def part(self, ranks: int) -> "Traffic":
+    def part(self, ep: int) -> "Traffic":
         """The traffic of one rank's experts."""
         whole = self.parameters
-        parts = {name: getattr(whole, name) / ranks for name in ("weights", "in_layers", "outside")}
-        return replace(whole, parameters=whole.parameters // ranks, **parts)
+        parts = {name: getattr(whole, name) / ep for name in ("weights", "in_layers", "outside")}
+        return replace(whole, parameters=whole.parameters // ep, **parts)
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,10 @@ class Traffic:
     def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
         """Costs by what is sent. A mesh of one rank sends nothing."""
         if self.experts is not None:
-            found, others = self.experts.costs(mesh.expert_mesh, cluster, reshards), replace(self, experts=None)
-            return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
+            found, others = self.experts.costs(mesh, cluster, reshards), replace(self, experts=None)
+            for what, cost in others.costs(mesh, cluster, reshards).items():
+                found[what] = found.get(what, Cost()) + cost
+            return found
         if self.group is not None:
             # Tensor-parallel ranks are consecutive: the data-parallel peers of one are `mesh.tp` apart.
             data, own = Mesh(mesh.replicate, mesh.shard), replace(self, group=None)

@@ -169,12 +169,9 @@ class WorldPlan:
             shard = min(self.mesh.shard, data) if self.keeps_shard else data
             if world % tensor or not data or data % shard or (world > node and world % node):
                 continue  # no whole groups, or a machine that is not full
-            if self.mesh.expert_mesh is None:
-                if data % self.mesh.cp == 0:
-                    found.append(planned_mesh(data // shard, shard, tp=tensor, cp=self.mesh.cp))
-            elif world % self.mesh.expert_mesh.tp == 0:
-                with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
-                    found.append(planned_mesh(world // shard, shard, self.mesh.expert_mesh.tp))
+            if data % self.mesh.cp == 0:
+                with contextlib.suppress(UserError):  # --ep does not divide them, or crosses borders of shard groups
+                    found.append(planned_mesh(data // shard, shard, self.mesh.ep, tensor, self.mesh.cp))
         return found
 
 

@@ -627,8 +627,6 @@ RUN_EXCLUSIONS = (
     Exclusion("--ep", "--seq_len_multiple", _with("ep", _batches_differ),
         "{ep}, but ranks that compute experts together need micro-batches of one shape, and with --seq_len_multiple "
         "{seq_len_multiple} they differ in length", "; give 0, which packs examples, or --seq_len"),
-    Exclusion("--ep", "--tp", _with("ep", lambda o: o.settings.tp > 1),
-        "{ep}, but --tp {tp} shards the experts over its ranks too", "; leave --ep out"),
     Exclusion("--ep", "--optimizer_in_backward", _with("ep", lambda o: o.settings.optimizer_in_backward),
         "{ep}, but --optimizer_in_backward does not know experts that only some ranks hold", "; leave one of them out"),
     Exclusion("--ep", "--deterministic --quantize nvfp4",

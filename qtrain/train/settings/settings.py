@@ -78,8 +78,9 @@ class TrainSettings:
     sequence_parallel: bool = True
     """With --tp, also shard the tokens between attention and MLP over its ranks: less memory, the same bytes sent."""
     ep: Annotated[int, Range(1, 1024)] = 1
-    """Expert-parallel degree: ranks that shard the experts of a mixture (MoE) and compute them for each other's
-    sequences; all else is sharded as without it."""
+    """Expert-parallel degree: data-parallel ranks that shard the experts of a mixture (MoE) and compute them for each
+    other's sequences; all else is sharded as without it. With --tp each is a tensor-parallel group, whose ranks share
+    the experts too."""
     cp: Annotated[int, Range(1, 1024)] = 1
     """Context-parallel degree (Ulysses): ranks that hold 1/N of the tokens of every sequence, for sequences whose
     activations one GPU cannot hold; attention runs over whole sequences, a part of the heads on each rank."""

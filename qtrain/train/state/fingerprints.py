@@ -4,7 +4,7 @@ A position in the data means nothing in other files, and the same --model (and -
 the frozen weights again. A checkpoint holds fingerprints of all, so that a run is not resumed on other ones unnoticed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.comm.rank_group import RankGroup
 from qtrain.core.checks import shown
 from qtrain.core.checksums import sampled_checksums
 from qtrain.core.errors import UserError
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.sharding.shards import as_bytes, as_shard
 from qtrain.tensors.partition import Partition
 from qtrain.train.state.state_dict import Master, clean_name, itself, model_tensors
@@ -63,22 +63,25 @@ def check_files(saved: Any, files: Sequence[Path], here: Mapping[str, Any], chec
 # ---- frozen weights -------------------------------------------------------------------------------------------------
 
 
-def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master = itself) -> dict[str, str]:
+def fingerprint(model: nn.Module, master: Master = itself) -> dict[str, str]:
     """Dtype, shape and checksum of every frozen parameter by name; of weights stored in low bits, of codes and scales.
 
     The checksum is the sum of the bits, read as integers: exact, independent of the order, bound by memory bandwidth.
-    group: the ranks that have the other parts of the model, whose sums are added; shapes are those of the whole.
+    Where ranks have parts of the model, their sums are added and shapes are those of the whole; they all call it.
     master: what this rank has of a parameter.
     """
     frozen = model_tensors(model, trains=False, master=master)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
-    partition: Callable[[str], Partition | None] = getattr(model, "partition", lambda name: None)
-    parameters = {clean_name(name) for name, _ in model.named_parameters()}
-    splits = {name: None if group is None else partition(_parameter(name, parameters)) for name in frozen}
-    if sums and group is not None:
+    parts, splits, groups = getattr(model, "parts", None), dict.fromkeys(frozen), dict.fromkeys(frozen)
+    if isinstance(parts, ModelParallel):
+        parameters = {clean_name(name) for name, _ in model.named_parameters()}
+        of_parameter = {name: _parameter(name, parameters) for name in frozen}
+        splits = {name: parts.partition(parameter) for name, parameter in of_parameter.items()}
+        groups = {name: parts.group_of(parameter) if splits[name] else None for name, parameter in of_parameter.items()}
+    for group in filter(None, dict.fromkeys(groups.values())):  # in the order of the names, the same on all ranks
         # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
-        parts = group.all_gather_no_grad(torch.stack(sums)[None])
-        sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
+        every = group.all_gather_no_grad(torch.stack(sums)[None])
+        sums = [every[:, i].sum() if groups[name] == group else sums[i] for i, name in enumerate(frozen)]
     totals = torch.stack([total.cpu() for total in sums]).tolist() if sums else []  # some may be in host memory
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor, splits[name])} {total}"

@@ -95,7 +95,7 @@ class Run:
     @cached_property
     def frozen(self) -> dict[str, str]:
         """Fingerprints of the weights that do not train."""
-        return fingerprint(self.model, self.parallel.mesh.model_group, self.parallel.master)
+        return fingerprint(self.model, self.parallel.master)
 
     @cached_property
     def teacher(self) -> dict[str, str] | None:

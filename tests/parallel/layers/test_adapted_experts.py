@@ -58,7 +58,7 @@ def _of_rank(
     config, place = source.model_config(), None
     if ep > 1:
         group = made.expert_mesh.tp_group
-        place = ModelParallel(config, group, experts_only=True, every_routing=every_routing).place
+        place = ModelParallel(config, None, group, every_routing=every_routing).place
     model = build_model(source, dtype=torch.float32, seed=1, place=place, lazy=full_shard)
     scheme = SCHEMES.make("bf16", {}, "-") if base == "dense" else base_scheme(base, "bf16")
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, realize=not full_shard)

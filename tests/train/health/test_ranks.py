@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import faults
-from benchmarks.mesh_equality import MIXTURE, UNTIED, prepared_on, state_digests
+from benchmarks.mesh_equality import MIXTURE, TWO_HEADS, UNTIED, prepared_on, state_digests
 from qtrain.comm.ranks import rank
 from qtrain.core.errors import TrainingStopped
 from qtrain.data.batch import Batch
@@ -45,6 +45,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "host": (1, {"offload": ["weights", "gradients"]}),
     "tp": (2, {"tp": 2}),
     "ep": (2, {"dp_replicate": 2, "ep": 2}),
+    "ep, tp": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
     "tp, full_shard": (4, {"tp": 2, "dp_shard": 2, "reshard_after_forward": "always"}),
     "ep, full_shard": (4, {"dp_shard": 4, "ep": 2, "reshard_after_forward": "always"}),
 }
@@ -76,7 +77,7 @@ def train(
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(Options, "offload_on", lambda self, device: self.offload)  # as on a GPU
-        prepared = prepared_on(given, MIXTURE if mode.startswith("ep") else DENSE, mesh)
+        prepared = prepared_on(given, MIXTURE | TWO_HEADS if mode.startswith("ep") else DENSE, mesh)
         if fault:
             stack.enter_context(faults.outlier_channel(layers=[1], norms=["attn_norm"]))
         run = assemble.assemble(prepared, *assemble.build_quantized(prepared))
@@ -234,6 +235,20 @@ def test_of_experts_numbers_are_those_of_all_ranks(tmp_path, deterministic):
         paths = (tmp_path / f"{name}.jsonl" for name in ("one", "ep"))
         one_load, ep_load = (next(r["experts"]["load"] for r in read_metrics(path) if "experts" in r) for path in paths)
         assert ep_load == one_load
+
+
+@pytest.mark.sweep
+def test_tensor_groups_that_share_experts_measure_other_linears_apart(tmp_path):
+    """The tokens of the first group alone, as where each has all experts."""
+    for ep in (1, 2):
+        ranks("ep, tp", tmp_path / f"{ep}.jsonl", {"ep": ep}, steps=1)
+    alone, shared = (linears(tmp_path / f"{ep}.jsonl") for ep in (1, 2))
+    names = [name for name in alone if "experts" not in name]
+    assert alone.keys() == shared.keys() and len(names) == 6
+    for name in names:
+        for tensor in ("x", "w", "dy"):
+            assert shared[name][tensor]["error"] == pytest.approx(alone[name][tensor]["error"], rel=1e-3)
+        assert shared[name]["products"] == pytest.approx(alone[name]["products"], rel=1e-3)
 
 
 @pytest.mark.sweep

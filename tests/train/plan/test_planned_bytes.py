@@ -94,21 +94,22 @@ def test_planned_bytes_are_those_of_the_tensors(case):
 
 
 def _on_mesh(
-    options: dict, full_shard: bool = False, lora: Lora | None = None, ranks: int = 2, ep: int = 1
+    options: dict, full_shard: bool = False, lora: Lora | None = None, ranks: int = 2, ep: int = 1, tp: int = 1
 ) -> tuple[int, int, int, int]:
-    """Planned and held bytes of weights, and of states, on this rank of so many."""
+    """Planned and held bytes of weights, and of states, on this rank of so many, each of which is `tp`."""
     scheme = base_scheme(lora.base, "bf16") if lora is not None and lora.base != "none" else None
-    checked = checked_of(LanguageSettings(batch_size=ranks, seq_len=8, ep=ep, **options), scheme)
+    checked = checked_of(LanguageSettings(batch_size=ranks, seq_len=8, ep=ep, tp=tp, **options), scheme)
     geometry = replace(checked.geometry, world=ranks)
-    checked = replace(checked, geometry=geometry, mesh=planned_mesh(1, ranks, ep), reshards=full_shard)
+    checked = replace(checked, geometry=geometry, mesh=planned_mesh(1, ranks, ep, tp), reshards=full_shard)
     shape = SHAPE | {"num_hidden_layers": 4} if full_shard else SHAPE
     shape = shape | MIXTURE if ep > 1 else shape
     config = ModelConfig.from_hf(shape)
     trained = only_adapters(config, lora) if lora else None
     trained = trained.on_rank(ep) if trained else None
-    planned = LanguageRun(checked, local_config(config, 1, ep), linears_of(checked, config), trained).memory()
-    mesh = make_mesh(1, ranks, "cpu", ep=ep)
-    place = ModelParallel(config, mesh.expert_mesh.tp_group, experts_only=True).place if ep > 1 else None
+    own, linears = local_config(config, tp, ep), linears_of(checked, local_config(config, tp, 1))
+    planned = LanguageRun(checked, own, linears, trained).memory()
+    mesh = make_mesh(1, ranks, "cpu", tp, ep)
+    place = parts.place if (parts := ModelParallel.on(config, mesh)) else None
     model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, place=place)
     one = checked.settings.weight_codes == "one"
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, one_weight_layout=one)
@@ -210,17 +211,19 @@ def test_planned_bytes_of_adapters_of_divided_experts(lora, full_shard, ranks, e
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "ep"),
+    ("options", "ranks", "ep", "tp"),
     [
-        ({"quantize": "fp8_tensorwise", "optim": "adamw_8bit"}, 4, 2),
-        ({"quantize": "int8"}, 2, 2),
-        ({"optim": "muon"}, 4, 2),
+        ({"quantize": "fp8_tensorwise", "optim": "adamw_8bit"}, 4, 2, 1),
+        ({"quantize": "int8"}, 2, 2, 1),
+        ({"optim": "muon"}, 4, 2, 1),
+        ({"quantize": "fp8_tensorwise", "optim": "adamw_8bit"}, 2, 2, 2),
+        ({"quantize": "int8"}, 4, 2, 2),
     ],
     ids=str,
 )
-def test_planned_bytes_of_divided_experts_in_fully_sharded_layers(options, ranks, ep):
+def test_planned_bytes_of_divided_experts_in_fully_sharded_layers(options, ranks, ep, tp):
     """Experts that two ranks hold are divided over these; those that one holds stay in full."""
-    found = run_ranks(ranks, _on_mesh, options, True, None, ranks, ep)
+    found = run_ranks(ranks * tp, _on_mesh, options, True, None, ranks, ep, tp)
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
     assert planned == pytest.approx(max(weights), rel=0.02)
     assert states == pytest.approx(max(of_states), rel=0.01)

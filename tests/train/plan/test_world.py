@@ -139,6 +139,27 @@ def test_worlds_of_divided_experts():
     assert exchanged[1] == pytest.approx(7 / 3 * exchanged[0])  # a token reaches all other ranks
 
 
+def test_worlds_of_tensor_groups_that_share_experts():
+    """4 groups of 2 have the experts of 8 ranks and half of all else; each rank sends the others half the tokens."""
+    groups = world_of("qwen3-30b-a3b", 16, tp=2, ep=4, batch_size=64, optim="adamw_8bit", **FP8)
+    assert [mesh.world for mesh in groups.meshes()][:2] == [8, 16] and groups.mesh.expert_mesh == Mesh(1, 2, tp=8)
+    experts, tensor = (
+        world_of("qwen3-30b-a3b", 16, **degree, batch_size=64, optim="adamw_8bit", **FP8)
+        for degree in ({"ep": 8}, {"tp": 2})
+    )
+    costs, of_experts, of_tensor = (p.step(p.mesh).costs for p in (groups, experts, tensor))
+    # 8 sequences a group in place of 4 a rank.
+    assert costs["tokens of experts"].bytes == pytest.approx(of_experts["tokens of experts"].bytes)
+    assert costs["activations"].bytes < of_tensor["activations"].bytes
+    # Half of a rank's experts' gradients, 1/8 of all, goes to its one peer; of all else, `dense` bytes of one model,
+    # 7/8 of one half to other groups. With --ep alone 15/16 of all of it, with --tp alone 7/8 of half of everything.
+    sent = costs["gradients"].bytes, of_experts["gradients"].bytes, of_tensor["gradients"].bytes
+    dense = (sent[1] - sent[2] / 7) * 8 / 7
+    assert sent[0] == pytest.approx(sent[1] - dense / 2, rel=0.01)
+    weights = [p.memory_on(p.mesh, False).kinds["weights"] for p in (groups, experts, tensor)]
+    assert weights[0] < weights[1] < weights[2]
+
+
 @pytest.mark.parametrize(
     ("options", "loads"),
     [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.mesh_equality import MIXTURE, train
+from benchmarks.mesh_equality import MIXTURE, TWO_HEADS, train
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import (
@@ -179,11 +179,11 @@ def _sent_in_a_step(model: Decoder, quantized: QuantizedModel, parallel: DataPar
     return dict(sent)
 
 
-def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, shape: dict) -> dict[str, int]:
+def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, shape: dict, ep: int) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches."""
-    mesh = make_mesh(0, 0, "cpu", 2)
+    mesh = make_mesh(0, 0, "cpu", 2, ep)
     source = ModelSource("small", shape, "--model")
-    parts = ModelParallel(source.model_config(), mesh.tp_group, sequence=sequence)
+    parts = ModelParallel.on(source.model_config(), mesh, sequence=sequence)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
@@ -191,26 +191,29 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
 
 
 @pytest.mark.parametrize(
-    ("scheme", "sequence", "checkpointing", "shape"),
+    ("scheme", "sequence", "checkpointing", "shape", "ep"),
     [
-        ("fp8_tensorwise", True, "none", SHAPE),
-        ("int8", True, "full", SHAPE),
-        ("int4", True, "none", SHAPE),
-        ("fp8_blockwise", True, "none", SHAPE),
-        ("bitnet", False, "full", SHAPE),
-        ("qat", True, "none", SHAPE),
-        ("fp8_tensorwise", True, "full", MIXTURE | {"num_key_value_heads": 2}),
-        ("fp8_rowwise", True, "none", MIXTURE | {"num_key_value_heads": 2}),
+        ("fp8_tensorwise", True, "none", SHAPE, 1),
+        ("int8", True, "full", SHAPE, 1),
+        ("int4", True, "none", SHAPE, 1),
+        ("fp8_blockwise", True, "none", SHAPE, 1),
+        ("bitnet", False, "full", SHAPE, 1),
+        ("qat", True, "none", SHAPE, 1),
+        ("fp8_tensorwise", True, "full", MIXTURE | TWO_HEADS, 1),
+        ("fp8_rowwise", True, "none", MIXTURE | TWO_HEADS, 1),
+        ("fp8_tensorwise", True, "full", MIXTURE | TWO_HEADS, 2),
+        ("fp8_blockwise", True, "none", MIXTURE | TWO_HEADS, 2),
     ],
 )
-def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing, shape):
-    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing, shape)
+def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing, shape, ep):
+    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing, shape, ep)
     options = {"quantize": scheme, "sequence_parallel": sequence, "activation_checkpointing": checkpointing}
-    plan = world_of(shape, 4, tp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
+    plan = world_of(shape, 4, tp=2, ep=ep, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
     costs = plan.step(plan.mesh).costs
     kinds = ("activations", "activation codes", "routes")
     activations = [sum(r.get(kind, 0) for kind in kinds) for r in found]
-    assert costs["activations"].bytes == pytest.approx(np.mean(activations), rel=0.03)
+    planned = costs["activations"].bytes + (costs["tokens of experts"].bytes if ep > 1 else 0)
+    assert planned == pytest.approx(np.mean(activations), rel=0.03)
     assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
     weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
     assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
@@ -284,7 +287,7 @@ def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quan
 def _sent_with_adapted_experts(lora: Lora, ep: int, checkpointing: str) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh, source = make_mesh(1, 4, "cpu", ep=ep), ModelSource("small", MIXTURE, "--model")
-    parts = ModelParallel(source.model_config(), mesh.expert_mesh.tp_group, experts_only=True)
+    parts = ModelParallel.on(source.model_config(), mesh)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_recompute(model, RECOMPUTE_SETS[checkpointing])
     quantized = quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)

@@ -414,7 +414,6 @@ CASES = {
     ),
     ("--ep", "--lora that merges elsewhere"): (FINETUNE, {"ep": 2, "lora": {"merge": "original"}}, {"lora": {}}),
     ("--ep", "--seq_len_multiple"): (FINETUNE, {"ep": 2, "seq_len_multiple": 8}, {"seq_len_multiple": 0}),
-    ("--ep", "--tp"): (PRETRAIN, {"ep": 2, "tp": 2}, {"tp": 1}),
     ("--ep", "--optimizer_in_backward"): (PRETRAIN, {"ep": 2, **ALONE}, {"optimizer_in_backward": False}),
     ("--ep", "--deterministic --quantize nvfp4"): (
         PRETRAIN,

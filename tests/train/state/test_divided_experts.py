@@ -7,25 +7,37 @@ from qtrain.comm.rank_group import RankGroup
 from qtrain.models import ModelSource, empty_model
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
-from tests.cases import FULL_SWEEP, sampled
 from tests.parallel.sharding.test_checkpoint_layout import _run, _saved, _settings
 from tests.system import TINY
 from tests.test_mixture_runs import QWEN
 from tests.worlds import run_ranks
 
-MODEL = {**QWEN, "num_hidden_layers": 2, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 32}
-CHAINS = [("adamw_8bit", "int8"), ("muon", "int8_weight"), ("adamw", "fp8_tensorwise"), ("muon", "bf16")]
+MODEL = {**QWEN, "num_hidden_layers": 2, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 128}
+"""Heads of two tensor ranks, with whole blocks of columns."""
+DIVIDED = [(2, 1, 2), (1, 1, 1), (4, 1, 4), (4, 1, 2)]
+GROUPS = [(4, 2, 2), (1, 1, 1), (4, 2, 2), (2, 1, 2), (4, 2, 2), (2, 2, 1)]
+CHAINS = [
+    ("adamw_8bit", "int8", DIVIDED),
+    ("muon", "int8_weight", DIVIDED),
+    ("adamw", "fp8_tensorwise", DIVIDED),
+    ("muon", "bf16", DIVIDED),
+    ("adamw_8bit", "int8", GROUPS),
+    ("adamw_4bit", "int4_weight", GROUPS),
+]
+"""Processes, --tp and --ep of the run that begins and of those that resume it."""
 
 
-@pytest.mark.parametrize(("optim", "scheme"), sampled(CHAINS, lambda optim, _: optim != "adamw_8bit"))
-def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, tmp_path):
-    """ep 2 > 1 > 4 > 2, and what each saves is what the first did."""
+@pytest.mark.sweep
+@pytest.mark.parametrize(("optim", "scheme", "degrees"), CHAINS)
+def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, degrees, tmp_path):
+    """What each saves is what the first did."""
     settings = {"optim": optim, "quantize": scheme, "model": MODEL, "batch_size": 8}
-    path = run_ranks(2, _run, _settings(tmp_path, **settings, ep=2, run_name="first"), 2)[0]
+    (world, tp, ep), *others = degrees
+    path = run_ranks(world, _run, _settings(tmp_path, **settings, tp=tp, ep=ep, run_name="first"), 2)[0]
     expected = _saved(path)
     assert len(expected) > 30
-    for world, ep in ((1, 1), (4, 4), (4, 2)) if FULL_SWEEP else ((1, 1), (2, 2)):
-        resumed = _settings(tmp_path, **settings, ep=ep, resume=path, runs_dir=str(tmp_path / f"{world}{ep}"))
+    for number, (world, tp, ep) in enumerate(others):
+        resumed = _settings(tmp_path, **settings, tp=tp, ep=ep, resume=path, runs_dir=str(tmp_path / f"{number}"))
         path = run_ranks(world, _run, resumed, 0)[0]
         found = _saved(path)
         assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in expected.items()}
@@ -35,8 +47,8 @@ def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, tmp_pa
 def test_states_of_projections_have_the_numbers_of_the_whole():
     """Muon's momenta: rank 1 of 2 has the third and fourth of two experts' gate and up."""
     source = ModelSource("m", {**TINY, **MODEL, "num_experts": 2, "num_hidden_layers": 1}, "--model")
-    parts = ModelParallel(source.model_config(), RankGroup("", 2, 1), experts_only=True)
-    divided = DividedState(empty_model(source, place=parts.place), parts.group)
+    parts = ModelParallel(source.model_config(), None, RankGroup("", 2, 1))
+    divided = DividedState(empty_model(source, place=parts.place))
     name, step = "layers.0.mlp.experts.gate_up.weight", {"value": 3}
     own = {"momentum_0": {"shape": [64, 128]}, "momentum_1": {"shape": [64, 128]}, "step": step}
     meta = {"states": {name: own}, "groups": [{"params": [name], "options": {"parts": [64] * 4}}]}
