@@ -150,6 +150,8 @@ def train(
     """Losses and norms of the steps, bytes that this rank sent in them, and digests of all that training has changed.
     micro_batches: of all ranks, in a step."""
     name, options = SCHEMES_COMPARED[scheme]
+    if name == "bitnet" and "num_experts" in config:
+        options = {**options, "sub_norm": False}  # no mixture has those norms
     settings = LanguageSettings(
         quantize=name,
         quantize_kwargs=options,
