@@ -49,7 +49,8 @@ CUDA_WORKSPACE = 96 * 2**20
 
 HOLES_OF_STREAMED = 0.014
 """Of the tensors' peak, what the allocator keeps in holes beside those of any run, where layers come from host memory
-into recorded steps: on an H200 3B, 7B and 14B had 2.1%, 3.1% and 3.3% in all, the last two up to their limits."""
+into recorded steps: on an H200 3B, 7B and 14B had 2.1%, 3.1% and 3.3% in all, the last two up to their limits, and
+with codes that were then computed beside their own memory."""
 RECORDED = ("the last layer's forward pass", "the loss", "the start of backward", "the end of backward")
 """Moments of a micro-batch."""
 

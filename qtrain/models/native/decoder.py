@@ -224,8 +224,8 @@ class Decoder(nn.Module):
         return sums if not routed else self._with_routers(sums, routed, labels)
 
     def trace_loss(self, tokens: int) -> None:
-        """The operations of the loss of `tokens` tokens, of two chunks at most, on a stream without values: of use to
-        who looks at them."""
+        """Run the operators of the loss of `tokens` tokens, of two chunks at most, on uninitialized memory, so that
+        `compile_ahead.trace` finds their kernels."""
         like, rows = self.norm.weight, chunk_rows(tokens, self.loss_chunks, self.norm.weight.is_cuda)
         chunks = 1 if tokens <= rows else 2
         x = like.new_empty(min(tokens, chunks * rows), len(like)).requires_grad_()
