@@ -57,17 +57,16 @@ class Job(NamedTuple):
 
         source = GluonASTSource if self.kernel.is_gluon() else ASTSource
         specialized = source(self.kernel, self.signature, self.constants, self.attributes)
-        triton.compile(specialized, target=GPUTarget(*self.target), options=self.options)
+        compiled = triton.compile(specialized, target=GPUTarget(*self.target), options=self.options)
+        with contextlib.suppress(Exception):  # up to triton 3.6 gcc compiles a launcher for each list of types
+            triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 # ---- the training process --------------------------------------------------------------------------------------------
 
 
 def start() -> None:
-    """Have kernels compiled ahead from now on, with QTRAIN_COMPILE_AHEAD=1, if this process is the first on its machine
-    and has cores to spare."""
-    if os.environ.get("QTRAIN_COMPILE_AHEAD") != "1":  # until it has been measured
-        return
+    """Have kernels compiled ahead from now on, if this process is the first on its machine and has cores to spare."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = os.environ.get("LOCAL_RANK", "0") == "0" and compiler.on_trace is None
     if first and cores >= LEAST_CORES and sys.platform == "linux":  # where `select` takes pipes
@@ -75,11 +74,15 @@ def start() -> None:
 
 
 def trace(call: Callable[[], object]) -> None:
-    """Have compiled what the operators that `call` runs would launch. It runs on fake tensors, which stand for those of
-    its modules too: nothing is computed, no tensor changes."""
-    if compiler.on_trace is not None:
-        with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(Exception):  # the call itself fails again
-            call()
+    """Have compiled what `call` would launch. It runs on fake tensors, which stand for those of its modules too:
+    nothing is computed, no tensor changes."""
+    if compiler.on_trace is None:
+        return
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, recorded_launches() as found, contextlib.suppress(Exception):  # the call itself fails again
+        call()
+    if isinstance(compiler.on_trace, Ahead):
+        compiler.on_trace.send(found)  # what it launches itself; its custom ops' are sent when they are traced
 
 
 class Ahead:
@@ -109,7 +112,10 @@ class Ahead:
         if call in self._seen:
             return
         self._seen.add(call)
-        for job in jobs_of(function, arguments):
+        self.send(jobs_of(function, arguments))
+
+    def send(self, jobs: list[Job]) -> None:
+        for job in jobs:
             message = io.BytesIO()
             with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):  # it is compiled when it runs
                 _Pickler(message).dump(job)
@@ -126,6 +132,14 @@ class Ahead:
 
 def jobs_of(function: Callable[..., object], arguments: tuple[object, ...]) -> list[Job]:
     """What `function` would launch, without what this process has compiled before."""
+    with recorded_launches() as found, torch.no_grad(), contextlib.suppress(Exception):  # the op itself fails again
+        function(*(_like(argument) if isinstance(argument, Tensor) else argument for argument in arguments))
+    return found
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Job]]:
+    """Inside, this thread launches and compiles nothing; the list gets what it would compile. May be nested."""
     found: list[Job] = []
     jit, here = triton.runtime.jit.JITFunction, threading.get_ident()
     compiles = jit._do_compile
@@ -138,15 +152,13 @@ def jobs_of(function: Callable[..., object], arguments: tuple[object, ...]) -> l
         found.append(Job(kernel, signature, constants, attributes, dict(options.__dict__), of_target))
         return None
 
-    jit._do_compile = record
-    FakeTensor.data_ptr = _offset  # all that a launch asks of an address is what it is a multiple of
+    address = FakeTensor.data_ptr
+    jit._do_compile, FakeTensor.data_ptr = record, _offset  # all that is asked of an address: what it is a multiple of
     try:
-        with without_launches(), torch.no_grad(), contextlib.suppress(Exception):  # the op itself fails again
-            function(*(_like(argument) if isinstance(argument, Tensor) else argument for argument in arguments))
+        with without_launches():
+            yield found
     finally:
-        jit._do_compile = compiles
-        del FakeTensor.data_ptr
-    return found
+        jit._do_compile, FakeTensor.data_ptr = compiles, address
 
 
 def _offset(self: FakeTensor) -> int:
@@ -194,6 +206,8 @@ def work(workers: int) -> None:
     for module in pkgutil.walk_packages([str(Path(__file__).parent)], "qtrain.kernels."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module.name)
+    with contextlib.suppress(Exception):  # made once, not by each worker
+        _ = triton.runtime.driver.active
     pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"))  # with all of this imported
     for job in _incoming():
         pool.submit(_compile, job)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from qtrain.kernels import autotune, compile_ahead, compiler
 from qtrain.kernels.arrivals import arrival_counters
 from qtrain.kernels.compile_together import launches_are_left_out
 from qtrain.kernels.compiler import triton
+from qtrain.kernels.elementwise import launch_add_in_order
 from qtrain.kernels.gemm import persistent, scaled_mm
 from qtrain.kernels.quantize import operators, rowwise
 from qtrain.kernels.quantize.dual_bf16x2 import _dual_kernel
@@ -57,7 +59,7 @@ def found_by(call: Callable[[], object]) -> list[compile_ahead.Job]:
 
 
 def test_without_a_gpu():
-    run_compiled(MODULE, "launches", "candidates", "keys", "calls")
+    run_compiled(MODULE, "launches", "without_an_op", "candidates", "keys", "calls")
 
 
 @pytest.mark.parametrize("made", [nf4_table, arrival_counters])
@@ -110,6 +112,21 @@ def launches() -> None:
     assert [job.kernel.__name__ for job in jobs] == ["_rowwise_bf16x2_kernel", "_dual_kernel"]
     assert jobs[0].target == ("cuda", 90, 32) and jobs[0].signature["x_ptr"] == "*i32"
     assert found_by(lambda: operators.quantize(torch.empty(256, 1024), "e4m3", "rowwise")) == []  # on a CPU
+
+
+def without_an_op() -> None:
+    """Found too, and not launched, which `_Driver` would not survive; nor the ops' beside it."""
+    compiler.on_trace = ahead = object.__new__(compile_ahead.Ahead)
+    ahead._seen, ahead._messages = set(), queue.SimpleQueue()
+
+    def call() -> None:
+        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(2, 4096, device="cuda"))
+        operations()
+        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(3, 4096, device="cuda"))
+
+    compile_ahead.trace(call)
+    compiler.on_trace = None
+    assert ahead._messages.qsize() == 4
 
 
 def compiled_layers() -> None:
