@@ -19,12 +19,13 @@ import torch
 from tests import sampling
 from tests.interpreter import quicken_interpreter
 
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-    gpus = range(torch.cuda.device_count())  # does not initialize CUDA
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]  # does not initialize CUDA
     # Each worker's first GPU is another; it sees all, for tests of several.
-    order = sorted(gpus, key=lambda gpu: (gpu - int(worker.removeprefix("gw"))) % len(gpus))
-    if order:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+    first = int(worker.removeprefix("gw")) % max(len(gpus), 1)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined

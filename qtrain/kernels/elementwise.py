@@ -28,8 +28,12 @@ def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
 
 
 @triton.jit(do_not_specialize=["length"])
-def _add_in_order_kernel(total_ptr, terms_ptr, length, NEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_in_order_kernel(
+    total_ptr, terms_ptr, length, EVEN: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     # total [length], terms [ROWS, length], of any float dtypes. NEW: 1 where the total begins with the first row.
+    if EVEN:  # else every element is a load of its own
+        length = tl.multiple_of(length, 16)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     # Each CTA adds its elements alone, row by row: the order of additions is that of the rows.
@@ -44,7 +48,8 @@ def launch_add_in_order(total: Tensor, terms: Tensor, *, new: bool = False) -> N
     rows."""
     if total.numel():
         grid = (triton.cdiv(total.numel(), BLOCK),)
-        _add_in_order_kernel[grid](total, terms, total.numel(), int(new), len(terms), BLOCK, num_warps=8)
+        even, rows = total.numel() % 16 == 0, len(terms)
+        _add_in_order_kernel[grid](total, terms, total.numel(), even, int(new), rows, BLOCK, num_warps=8)
 
 
 def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:

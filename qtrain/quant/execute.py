@@ -87,6 +87,12 @@ class OperandRequest(NamedTuple):
         return self.scheme.rounding(self.name, self.key)
 
     @property
+    def held(self) -> Tensor | None:
+        """`group_of_block` for quantizers that leave out the rows of no group, which no product reads; None where a
+        health sample looks at all rows."""
+        return None if self.groups is None or self.observe is not None else self.groups.group_of_block
+
+    @property
     def exchanges(self) -> bool:
         """Whether the operands depend on rows of other processes."""
         return self.exchange is not None and self.exchange.covers(self)
@@ -135,7 +141,9 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     elif rows and columns:
         # The absmax comes with the codes, from the same read: the next steps' scale costs no pass of its own.
         x, index = with_index(t)
-        codes, codes_t, scale, amax = quantize_dual_delayed(x, fmt, delayed.scale, *rounding, power_of_two, *index)
+        codes, codes_t, scale, amax = quantize_dual_delayed(
+            x, fmt, delayed.scale, *rounding, power_of_two, *index, request.held
+        )
     else:
         x = in_memory(t)
         scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
@@ -194,7 +202,7 @@ def quantize_swiglu_operands(
     power_of_two = request.scheme.power_of_two
     if delayed is not None and rows is not None and columns is not None and rows == columns:
         codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
-            x, dy, rows.fmt, delayed.scale, *rounding, power_of_two, router_dots
+            x, dy, rows.fmt, delayed.scale, *rounding, power_of_two, router_dots, request.held
         )
         if delayed.amax is not None:
             scale = record_amax(delayed.amax, amax, scale)

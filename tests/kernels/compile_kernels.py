@@ -55,7 +55,7 @@ from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax, launch_swiglu_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_bf16x2
-from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
+from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_dual, launch_gather_rows
 from qtrain.kernels.quantize.keep_8bit import launch_restore_8bit
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
@@ -422,6 +422,13 @@ def grouped() -> Iterator[Case]:
     tokens = zeros(512, dtype=torch.int32)
     yield True, lambda: launch_gather_rows(codes, tokens)  # tokens that travel as codes
     yield False, lambda: launch_gather_rows(scales, tokens)
+    yield True, lambda: launch_gather_dual(codes, tokens, GROUPED.group_of_block)
+    scale, amax, gate_up = zeros(1, dtype=FP32), zeros(1, dtype=torch.int32), zeros(512, 2 * 768)
+    for dy in (None, zeros(512, 768)):  # blocks of no group are left out
+        yield dy is None, lambda dy=dy: launch_dual_bf16x2(
+            gate_up, "e4m3", "tensorwise", NEAREST, False, scale, amax, swiglu=True, dy=dy,
+            held=GROUPED.group_of_block,
+        )  # fmt: skip
 
 
 def convolutions() -> Iterator[Case]:

@@ -41,6 +41,18 @@ def launched_kernels(arch: int) -> frozenset[str]:
     return frozenset(defined & launched)
 
 
+def test_no_kernel_unpacks_nested_tuples():
+    """Triton 3.6, which torch 2.11 has, does not compile (a, b), c = x; later versions, which compile here, do."""
+    for path in (ROOT / "qtrain/kernels").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            decorators = map(ast.unparse, getattr(function, "decorator_list", ()))
+            if any(d.startswith(("triton.jit", "gluon.jit")) for d in decorators):
+                targets = [t for node in ast.walk(function) if isinstance(node, ast.Assign) for t in node.targets]
+                for target in targets:
+                    parts = target.elts if isinstance(target, ast.Tuple) else []
+                    assert not any(isinstance(part, ast.Tuple) for part in parts), f"{path}: {ast.unparse(target)}"
+
+
 def test_a_sample_compiles():
     found = compile_kernels()
     assert [line for result in found.values() for line in result["failures"]] == []

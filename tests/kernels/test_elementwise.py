@@ -17,7 +17,7 @@ from qtrain.kernels.elementwise import (
 
 def check_kernel(device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    for rows, length in ((1, 1), (2, 2048), (3, 2049), (5, 4999), (2, 0)):
+    for rows, length in ((1, 1), (2, 2048), (3, 2049), (3, 2064), (5, 4999), (2, 0)):
         total = torch.randn(length, generator=generator)
         terms = (torch.randn(rows, length, generator=generator) * 10 ** torch.arange(rows)[:, None]).to(dtype)
         if length > 1:

@@ -15,7 +15,7 @@ from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.silu import sum_of_pairs
-from qtrain.kernels.quantize.gather_rows import grid_of_rows
+from qtrain.kernels.quantize.gather_rows import gather_rows_ref, grid_of_rows
 
 ROUTES = 128
 """Routes that a CTA computes the weights' gradients of."""
@@ -25,18 +25,19 @@ BLOCKS = 64
 
 def weights_of_rows(weights: Tensor, groups: TokenPermutation) -> Tensor:
     """weights fp32 [T, k] of routes -> fp32 [R], of the row of each; 0 of rows that hold no token."""
-    rows = weights.new_zeros(groups.rows)  # rows of padding have weight 0
-    return rows.scatter_(0, groups.row_of_topk.flatten().long(), weights.flatten())
+    rows = weights.new_zeros(groups.rows + 1)  # rows of padding have weight 0; the last one is of routes without a row
+    row = groups.row_of_topk.flatten().long()
+    return rows.scatter_(0, torch.where(row < 0, groups.rows, row), weights.flatten())[:-1]
 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------
 
 
 def combine_rows_ref(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tensor:
-    """y [R, C], weights fp32 [T, k], row_of_topk int32 [T, k] -> [T, C] in y's dtype."""
+    """y [R, C], weights fp32 [T, k], row_of_topk int32 [T, k], -1: none -> [T, C] in y's dtype."""
     total = torch.zeros(row_of_topk.shape[0], y.shape[1], device=y.device)
     for i in range(row_of_topk.shape[1]):
-        row = y[row_of_topk[:, i].long()].float()
+        row = gather_rows_ref(y, row_of_topk[:, i]).float()
         total = total + (row if weights is None else row * weights[:, i : i + 1])
     return total.to(y.dtype)
 
@@ -50,7 +51,7 @@ def _combine_rows_kernel(y_ptr, weight_ptr, row_ptr, out_ptr, columns, PER_TOKEN
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(PER_TOKEN):
         row = tl.load(row_ptr + token * PER_TOKEN + i).to(tl.int64)
-        y = tl.load(y_ptr + row * columns + column, column < columns, 0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * columns + column, (column < columns) & (row >= 0), 0.0).to(tl.float32)
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + token * PER_TOKEN + i)
         total += y
@@ -72,7 +73,7 @@ def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) 
 @operator("combine_rows", fake=lambda y, row_of_topk: y.new_empty(row_of_topk.shape[0], y.shape[1]))
 def combine_rows(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tensor:
     """y [R, C], row_of_topk int32 [T, k] -> [T, C] in y's dtype: the sum over k of y[row_of_topk[t, k]], each times
-    weights[t, k], fp32, where those are given; in fp32, in the order of k, rounded once."""
+    weights[t, k], fp32, where those are given; in fp32, in the order of k, rounded once. Row -1 is of zeros."""
     if not y.is_cuda or forced() == "ref":
         return combine_rows_ref(y, weights, row_of_topk)
     weights = None if weights is None else weights.contiguous()
@@ -85,8 +86,8 @@ def combine_rows(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tens
 def route_weight_grad_ref(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor) -> Tensor:
     """router_dots fp32 [R, n], weights fp32 [T, k], row_of_topk int32 [T, k] -> fp32 [T, k]."""
     # <dh, h> of each row [R], at the rows of a token's routes [T, k].
-    grad = router_dots.sum(1)[row_of_topk.long()] / weights
-    return torch.where(weights == 0, 0.0, grad)
+    grad = router_dots.sum(1)[row_of_topk.clamp(min=0).long()] / weights
+    return torch.where((weights == 0) | (row_of_topk < 0), 0.0, grad)
 
 
 @triton.jit
@@ -96,7 +97,8 @@ def _route_weight_grad_kernel(
 ):  # fmt: skip
     route = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
     inside = route < routes
-    row = tl.load(row_ptr + route, inside, 0).to(tl.int64)
+    row = tl.load(row_ptr + route, inside, -1).to(tl.int64)
+    inside &= row >= 0
     weight = tl.load(weight_ptr + route, inside, 0.0)
     total = tl.zeros((ROUTES,), tl.float32)
     for first in range(0, blocks, BLOCKS):
@@ -105,7 +107,7 @@ def _route_weight_grad_kernel(
         total += sum_of_pairs(dots)  # in one order, whatever the layout
     # div_rn: correctly rounded, as torch divides; a weight of 0 divides by 1, and the result is dropped.
     grad = tl.div_rn(total, tl.where(weight == 0.0, 1.0, weight))
-    tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
+    tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), route < routes)
 
 
 def launch_route_weight_grad(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor) -> Tensor:
@@ -125,7 +127,8 @@ def route_weight_grad(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor)
     [T, k].
 
     router_dots: <dh, h> of each row in parts (`swiglu.router_dots_ref`), from the gradient dh of h, of which the
-    weight is a factor already, so that <dh, h> / weight = <dout, y>: neither y nor h is read. 0 where the weight is 0.
+    weight is a factor already, so that <dh, h> / weight = <dout, y>: neither y nor h is read. 0 where the weight is 0,
+    and of routes without a row (-1).
     """
     if not router_dots.is_cuda or forced() == "ref":
         return route_weight_grad_ref(router_dots, weights, row_of_topk)

@@ -31,7 +31,7 @@ class TokenPermutation(NamedTuple):
     token_of_row: Tensor
     """int32 [R], the token that a row holds; -1: none, the row is zero."""
     row_of_topk: Tensor
-    """int32 [T, k], the row of a token's k-th route."""
+    """int32 [T, k], the row of a token's k-th route; -1: none, its group is not among these."""
     group_of_block: Tensor
     """int32 [R / ALIGNMENT], the group of each block of ALIGNMENT rows; -1 past the last group."""
     starts: Tensor
@@ -54,7 +54,9 @@ class TokenPermutation(NamedTuple):
         group_of_block = torch.where(held, group - first, torch.where((group >= 0) & (group < first), 0, nobody))
         row_held = held[:, None].expand(-1, ALIGNMENT).reshape(-1)
         token_of_row = torch.where(row_held, self.token_of_row, torch.full_like(self.token_of_row, -1))
-        return TokenPermutation(token_of_row, self.row_of_topk, group_of_block, self.starts[first : first + count + 1])
+        row, starts = self.row_of_topk, self.starts[first : first + count + 1]
+        row_of_topk = torch.where((row >= starts[0]) & (row < starts[-1]), row, torch.full_like(row, -1))
+        return TokenPermutation(token_of_row, row_of_topk, group_of_block, starts)
 
 
 def padded_rows(routes: int, groups: int) -> int:
@@ -214,7 +216,7 @@ def group_rows_of(
     topk_ids: Tensor, groups: int, first: int, count: int, every_routing: bool = True
 ) -> TokenPermutation:
     """The rows of `count` of the groups, from number `first` on, which come first and are numbered from 0. Routes to
-    other groups are left out: their rows are zero. A token has at most one route to a group.
+    other groups have no row. A token has at most one route to a group.
 
     every_routing: as many rows as any routing needs. Without, those of EVEN_LOADS times an even load, doubled until
     this routing fits: few sizes, for kernels that are timed for each, and one number that the host waits for."""
@@ -226,12 +228,12 @@ def group_rows_of(
         needed, routes = int(found.starts[-1]), EVEN_LOADS * -(-tokens * per_token * count // groups)
         while routes < most and padded_rows(routes, count) < needed:
             routes *= 2
-    rows = padded_rows(min(routes, most), count) + ALIGNMENT  # the last block is zero under any routing
+    rows = padded_rows(min(routes, most), count)
     if found.rows <= rows:
         return found
     return TokenPermutation(
         found.token_of_row[:rows].clone(),  # kept for backward: not the memory of all rows
-        found.row_of_topk.clamp(max=rows - 1),  # a route to another group reads the last row, a zero
+        found.row_of_topk,
         found.group_of_block[: rows // ALIGNMENT].clone(),
         found.starts,
     )

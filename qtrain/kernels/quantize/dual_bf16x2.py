@@ -243,7 +243,8 @@ def _dual_kernel(
     # int32 bits of absmaxes: [1] tensorwise, [m] and [groups * k] rowwise; or fp32 [1] given; else not read. amax_ptr
     # int32 [1]: receives the bits of the absmax of what is quantized under a given scale, or None.
     source_ptrs,  # (source_ptr, source_t_ptr, amax_ptr)
-    # int32 [m / 128]: the group of each block of rows, whose columns have maxima of their own at source_t_ptr; or None.
+    # int32 [m / 128], or None: the group of each block of rows, whose columns have maxima of their own at source_t_ptr;
+    # under a given scale blocks of no group are left out.
     group_ptr,
     # int64 [3] (seed, step, tensor), or None if neither layout is stochastic.
     key_ptr, role,
@@ -259,7 +260,12 @@ def _dual_kernel(
     tiles_k = tl.cdiv(k, CODE.block)
     at = tile // tiles_k, column_block(tile % tiles_k, tiles_k, CODE)
     if group_ptr is not None:
-        source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block) * k
+        if CODE.scales == "given":
+            # The first block stores the scale.
+            if (tl.load(group_ptr + at[0]) < 0) & (at[0] > 0):
+                return
+        else:
+            source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block) * k
     # Scalars that a tile's end waits for are loaded before the tile.
     given, known_amax = None, 0
     if CODE.scales == "given":
@@ -311,6 +317,7 @@ def launch_dual_bf16x2(
     groups: BlockGroups | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     index: RowIndex = EVERY_ROW,
+    held: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
@@ -320,13 +327,14 @@ def launch_dual_bf16x2(
     receives `swiglu.router_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise),
     or of its rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of
     their own (rowwise). out: memory for the result. index: the rows of what is quantized are gathered from x [T, K];
-    without swiglu.
+    without swiglu. held: `group_of_block` of rows of which those of no group are not written; with `scale`.
     """
     granularity_t = granularity_t or granularity
     m, k = index.shape(x)
     k = k // 2 if swiglu and dy is None else k  # of what is quantized: y is half as wide as x
     given, source, source_t = scale is not None, scale, None  # source: what the kernel derives scales from
     assert not swiglu or given or (granularity, granularity_t) in BLOCK_PAIRS, "no absmax pass for that scale"
+    assert held is None or given, "rows are left out under a given scale alone"
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
@@ -352,7 +360,7 @@ def launch_dual_bf16x2(
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
         (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),
-        (source, source_t, amax), groups.group_of_block if grouped else None, rounding.key, rounding.role,
+        (source, source_t, amax), groups.group_of_block if grouped else held, rounding.key, rounding.role,
         (m, k), scale.stride(0), scale_t.stride(0), CODE=code,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,

@@ -3,7 +3,8 @@
     gathered [R, C]:  row r is x[token_of_row[r]] * weight_of_row[r], or zero where the token is -1
 
 The product is fp32 and rounded once to x's dtype. Codes of gathered rows are computed from x as it is read where a
-kernel can (`dual_bf16x2.py`): then the gathered matrix is never in memory.
+kernel can (`dual_bf16x2.py`): then the gathered matrix is never in memory. Of codes that are gathered themselves
+`gather_dual` makes both layouts.
 """
 
 from typing import NamedTuple
@@ -168,3 +169,51 @@ def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = 
     if not x.is_cuda or forced() == "ref":
         return gather_rows_ref(x, token_of_row, weight_of_row)
     return launch_gather_rows(x.contiguous(), token_of_row, weight_of_row)
+
+
+# ---- codes in both layouts -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gather_dual_kernel(x_ptr, out_ptrs, index_ptrs, rows, columns, BLOCK: tl.constexpr):
+    # x uint8 [T, columns]; out uint8 [rows, columns], [columns, rows]; token int32 [rows]; group int32 [rows / BLOCK],
+    # or None. A tile's row is 128 bytes, one cache line, on all three sides.
+    out_ptr, out_t_ptr = out_ptrs
+    token_ptr, group_ptr = index_ptrs
+    if group_ptr is not None:  # noqa: SIM102 - a branch at compile time
+        if tl.load(group_ptr + tl.program_id(1)) < 0:
+            return
+    row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = (column < columns)[None, :]
+    token = tl.load(token_ptr + row)
+    tile = load_token(x_ptr, token[:, None], column[None, :], columns, inside)
+    tl.store(out_ptr + row[:, None] * columns + column[None, :], tile, inside)
+    tl.store(out_t_ptr + column[:, None] * rows + row[None, :], tile.T, (column < columns)[:, None])
+
+
+def launch_gather_dual(x: Tensor, token_of_row: Tensor, group_of_block: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The kernel for `gather_dual`; x contiguous."""
+    rows, columns = token_of_row.shape[0], x.shape[1]
+    out, out_t = x.new_empty(rows, columns), x.new_empty(columns, rows)
+    if out.numel():
+        bits = out.view(torch.uint8), out_t.view(torch.uint8)
+        _gather_dual_kernel[(triton.cdiv(columns, 128), rows // 128)](
+            x.view(torch.uint8), bits, (token_of_row, group_of_block), rows, columns, BLOCK=128, num_warps=8
+        )
+    return out, out_t
+
+
+def _empty_gather_dual(x, token_of_row):
+    rows, columns = token_of_row.shape[0], x.shape[1]
+    return x.new_empty(rows, columns), x.new_empty(columns, rows)
+
+
+@operator("gather_dual", fake=_empty_gather_dual)
+def gather_dual(x: Tensor, token_of_row: Tensor, group_of_block: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`gather_rows` of elements of one byte x [T, C] -> [R, C] and [C, R], R a multiple of 128. group_of_block int32
+    [R / 128]: rows of blocks of no group (-1) need not be written."""
+    if not x.is_cuda or forced() == "ref":
+        rows = gather_rows_ref(x.view(torch.uint8), token_of_row)
+        return rows.view(x.dtype), rows.t().contiguous().view(x.dtype)
+    return launch_gather_dual(x.contiguous(), token_of_row, group_of_block)

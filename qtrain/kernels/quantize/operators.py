@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.numerics.formats import empty_codes
+from qtrain.kernels.numerics.formats import empty_codes, empty_scale
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
@@ -109,8 +109,11 @@ def quantize(
 def quantize_into(
     out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` with the results in `out` where a kernel runs. Not for compiled code."""
-    if not (x.is_contiguous() and out[0].is_contiguous() and _kernel_takes(x, rounding)):
+    """`quantize` with the results in `out`, where a kernel runs and writes scales with its strides. Not for compiled
+    code."""
+    strides = empty_scale(granularity, x.shape[0], x.shape[1], torch.empty(0, device="meta")).stride()
+    fits = x.is_contiguous() and out[0].is_contiguous() and out[1].stride() == strides
+    if not (fits and _kernel_takes(x, rounding)):
         return quantize(x, fmt, granularity, rounding.row_key, rounding.role, power_of_two)
     given = _given(x, fmt, granularity, None, power_of_two)
     return _launch(x, fmt, granularity, rounding, power_of_two, given, out)
@@ -265,11 +268,13 @@ def quantize_dual_delayed(
     power_of_two: bool = False,
     token_of_row: Tensor | None = None,
     weight_of_row: Tensor | None = None,
+    group_of_block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> codes [M, K], codes_t [K, M], their scale fp32 [1], absmax fp32 [1] of x; from one read where the
     scale is `known`, fp32 [1] (`delayed_scale`).
 
-    key, role, rows, columns: a `Rounding`. token_of_row, weight_of_row: as for `quantize_dual`.
+    key, role, rows, columns: a `Rounding`. token_of_row, weight_of_row: as for `quantize_dual`. group_of_block int32
+    [M / 128]: codes of blocks of no group (-1), whose rows are zero, need not be written.
     """
     rounding, index = Rounding(key, role, rows, columns), RowIndex(token_of_row, weight_of_row)
     if not _kernel_takes(x, rounding, index):
@@ -282,7 +287,9 @@ def quantize_dual_delayed(
     # fp32 [1], and a zero int32 [1] that the quantizer's atomics raise to the absmax.
     scale, amax = launch_delayed_scale(x, known, fmt, power_of_two, index.values)
     if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
-        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index)
+        codes, _, codes_t, _ = launch_dual_bf16x2(
+            x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index, held=group_of_block
+        )
         return codes, codes_t, scale, amax.view(torch.float32)
     x = index.gathered(x)
     if rounding.same:  # one read; otherwise the absmax is taken by the first of two launches

@@ -117,6 +117,7 @@ def quantize_swiglu_delayed(
     columns: bool = True,
     power_of_two: bool = False,
     router_dots: bool = False,
+    group_of_block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual_delayed` of y, or of dx: codes, codes_t, scale fp32 [1], absmax fp32 [1], dots."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
@@ -129,7 +130,7 @@ def quantize_swiglu_delayed(
     into = dots if router_dots else None
     # power_of_two False: the given scale is rounded already.
     codes, _, codes_t, _ = launch_dual_bf16x2(
-        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, router_dots=into
+        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, router_dots=into, held=group_of_block
     )
     return codes, codes_t, scale, amax.view(torch.float32), dots
 

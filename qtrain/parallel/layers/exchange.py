@@ -22,7 +22,7 @@ from qtrain.comm.rank_group import CODES, RankGroup
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
-from qtrain.kernels.quantize.gather_rows import gather_rows
+from qtrain.kernels.quantize.gather_rows import gather_dual, gather_rows
 from qtrain.quant.arguments import LinearArguments
 from qtrain.quant.choices import LinearChoice
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
@@ -199,30 +199,25 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
         return quantize_operands(tokens, linear.request("x", needs))
     # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    rows = _routed_rows(TokenExchange(group).quantize(x, request).codes, groups)
-    operands = _routed_operands(rows, scheme, needs)
+    operands = _routed_operands(TokenExchange(group).quantize(x, request).codes, groups, linear.request("x", needs))
     if linear.observe is not None:  # looks at the values too
         tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
         linear.observe(linear.request("x", needs), tokens, operands)
     return operands
 
 
-def _routed_operands(rows: QuantizedTensor, scheme: LowBitScheme, needs: NeedsOperand) -> Operands:
-    _, columns = scheme.formats_of("x", needs)
-    if columns is None:
-        return Operands(rows, None)
-    if columns.sum_dim == 0:
-        return Operands(rows, rows.summed_over_rows())
-    return Operands(rows, rows._replace(codes=transpose_8bit(rows.codes)))
-
-
-def _routed_rows(tokens: QuantizedTensor, groups: TokenPermutation) -> QuantizedTensor:
-    # Any 8-bit dtype: its bits are copied.
-    codes = gather_rows(tokens.codes.view(torch.int8), groups.token_of_row).view(tokens.codes.dtype)
-    scale = tokens.scale
+def _routed_operands(tokens: QuantizedTensor, groups: TokenPermutation, request: OperandRequest) -> Operands:
+    columns, scale = request.formats[1], tokens.scale
     if tokens.format.granularity == "rowwise":
         scale = gather_rows(scale.view(-1, 1), groups.token_of_row).view(-1)
-    return tokens._replace(codes=codes, scale=scale)
+    if columns is not None and columns.sum_dim != 0:
+        codes, codes_t = gather_dual(tokens.codes, groups.token_of_row, request.held)
+        rows = tokens._replace(codes=codes, scale=scale)
+        return Operands(rows, rows._replace(codes=codes_t))
+    # Any 8-bit dtype: its bits are copied.
+    codes = gather_rows(tokens.codes.view(torch.int8), groups.token_of_row).view(tokens.codes.dtype)
+    rows = tokens._replace(codes=codes, scale=scale)
+    return Operands(rows, None if columns is None else rows.summed_over_rows())
 
 
 # ---- the plan's lines ------------------------------------------------------------------------------------------------

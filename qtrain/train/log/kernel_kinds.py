@@ -43,7 +43,7 @@ _RULES = (
         r"_transpose_8bit_kernel|_transpose_rowwise_kernel|_unpack_halves_kernel|_unpack_int4_kernel|_scaled_kernel",
     ),
     ("activation function", r"swiglu|silu|gelu|sigmoid"),
-    ("expert routing", r"_combine_rows_kernel|_gather_rows_kernel|_count_kernel|_offsets_kernel|_place_kernel"),
+    ("expert routing", r"_combine_rows_kernel|_gather_(rows|dual)_kernel|_count_kernel|_offsets_kernel|_place_kernel"),
     (
         "expert routing",
         r"_starts_kernel|_longest_first_kernel|_route_weight_grad_kernel|_zero_(empty|tail)_kernel|topk",

@@ -99,9 +99,30 @@ def test_operators():
     torch.library.opcheck(route_weight_grad, (y, weights, g.row_of_topk))
 
 
+def test_routes_without_a_row():
+    """To a group of another process: of no weight in a sum, and without a gradient. No other row is read for them."""
+    whole, weights = routes(30, 3, 6)
+    g = whole.part(2, 2)
+    other = g.row_of_topk < 0
+    assert other.any() and not other.all()
+    y = randn(whole.rows, 16)
+    y[g.token_of_row < 0] = float("nan")
+    kept = torch.where(other, 0.0, weights)
+    zeros = torch.where((g.token_of_row < 0)[:, None], 0.0, y)
+    assert torch.equal(combine_rows(y, weights, g.row_of_topk), combine_rows(zeros, kept, whole.row_of_topk))
+    assert torch.equal(weights_of_rows(weights, g), weights_of_rows(kept, whole))
+    grad, of_all = (route_weight_grad(y.abs(), weights, p.row_of_topk) for p in (g, whole))
+    assert (grad[other] == 0).all() and torch.equal(grad[~other], of_all[~other])
+
+
 def check_kernels(columns, dtype, device, tokens=40, per_token=2, groups=4):
     g, weights = routes(tokens, per_token, groups, columns, device)
     x, y = (randn(n, columns, seed=n, dtype=dtype, device=device) for n in (tokens, g.rows))
+    check_rows(g, weights, x, y)
+    check_rows(g.part(1, groups // 2), weights, x, y)
+
+
+def check_rows(g, weights, x, y):
     for w in (None, weights):
         of_row = None if w is None else weights_of_rows(w, g)
         expected = gather_rows_ref(x, g.token_of_row, of_row)
@@ -111,7 +132,7 @@ def check_kernels(columns, dtype, device, tokens=40, per_token=2, groups=4):
     found = launch_route_weight_grad(dots, weights, g.row_of_topk)
     expected = route_weight_grad_ref(dots, weights, g.row_of_topk)
     size = dots.abs().sum(1)[g.row_of_topk.long()] / weights
-    assert ((found - expected).abs() <= 2**-18 * size.where(weights != 0, 0.0)).all()
+    assert ((found - expected).abs() <= 2**-18 * size.where((weights != 0) & (g.row_of_topk >= 0), 0.0)).all()
 
 
 @pytest.mark.interpreter

@@ -12,8 +12,10 @@ from qtrain.kernels.quantize.gather_rows import (
     EVERY_ROW,
     GatheredRows,
     RowIndex,
+    gather_dual,
     gather_rows_ref,
     in_memory,
+    launch_gather_dual,
     launch_gather_rows,
     with_index,
 )
@@ -86,6 +88,42 @@ def check_dual(rows, columns, seed, kind, fmt, granularity, granularity_t, weigh
         same([amax.view(torch.float32)], [whole.float().abs().amax().view(1)], kind)
 
 
+def check_held(rows, columns, seed, weighted, device="cpu"):
+    """Under a given scale blocks of no group are left out: their codes are those of another call, the rest the same."""
+    x, index = gathered_case(rows, columns, seed, "outlier", weighted, device)
+    blocks = rows // BLOCK_ROWS
+    for held in ([0, 1, -1, -1], [0, 0, 1, -1], [-1] * 4):
+        held = torch.tensor(held[:blocks], dtype=torch.int32, device=device)
+        of_row = (held >= 0).repeat_interleave(BLOCK_ROWS)
+        zeros = index._replace(token_of_row=torch.where(of_row, index.token_of_row, -1))
+        scale = torch.tensor([1e-2], device=device)
+        every = launch_dual_bf16x2(x, "e4m3", "tensorwise", scale=scale, index=zeros)
+        out = [torch.full_like(t.view(torch.uint8), 3).view(t.dtype) for t in every]
+        amax = torch.zeros(1, dtype=torch.int32, device=device)
+        launch_dual_bf16x2(x, "e4m3", "tensorwise", scale=scale, amax=amax, out=out, index=zeros, held=held)
+        of_row[:BLOCK_ROWS] = True  # the first block stores the scale
+        for found, expected in ((out[0], every[0]), (out[2].t(), every[2].t())):
+            found, expected = found.view(torch.uint8), expected.view(torch.uint8)
+            assert torch.equal(found[of_row], expected[of_row]) and (found[~of_row] == 3).all()
+        assert torch.equal(out[1], scale) and torch.equal(out[3], scale)
+        assert amax.view(torch.float32) == gather_rows_ref(x, *zeros).float().abs().amax()
+
+
+def check_gather_dual(rows, columns, seed, dtype, device="cpu"):
+    index = gathered_case(rows, 16, seed, "normal", False, device)[1].token_of_row
+    x = torch.randint(256, (45, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    x = x.to(device).view(dtype)
+    expected = gather_rows_ref(x.view(torch.uint8), index)
+    held = torch.tensor([1, 0, -1, -1][: rows // 128], dtype=torch.int32, device=device)
+    of_row = (held >= 0).repeat_interleave(128)
+    for group_of_block, written in ((None, torch.ones_like(of_row)), (held, of_row)):
+        for function in (launch_gather_dual, gather_dual)[device == "cpu" and group_of_block is None :]:
+            codes, codes_t = function(x, index, group_of_block)
+            assert codes.dtype == codes_t.dtype == dtype and codes_t.is_contiguous()
+            for found in (codes.view(torch.uint8), codes_t.view(torch.uint8).t()):
+                assert torch.equal(found[written], expected[written]), (rows, columns, function)
+
+
 def check_absmax(columns, seed, weighted, dtype, device="cpu"):
     x, index = gathered_case(144, columns, seed, "nonfinite", weighted, device, dtype)
     whole = gather_rows_ref(x, *index).float().abs()
@@ -149,6 +187,7 @@ def test_fakes():
         quantize_dual_delayed, (x, "e4m3", torch.ones(1), None, 0, True, True, False, index[0], index[1])
     )
     torch.library.opcheck(delayed_scale, (x, torch.ones(1), "e4m3", False, *index))
+    torch.library.opcheck(gather_dual, (x.view(torch.int8), index.token_of_row))
 
 
 def test_rows_not_tokens_decide_what_a_kernel_takes():
@@ -164,6 +203,12 @@ def test_dual_in_the_interpreter(fmt, granularity, granularity_t):
     pair = granularity, granularity_t
     check_dual(256, 48, 0, "nonfinite", fmt, *pair, weighted=True)
     check_dual(144, 272, 1, "outlier", fmt, *pair, weighted=False, rounding=Rounding(KEY, ROLE))
+
+
+@pytest.mark.interpreter
+def test_rows_of_no_group_in_the_interpreter():
+    check_held(384, 48, 0, weighted=False)
+    check_gather_dual(256, 40, 0, torch.int8)
 
 
 @pytest.mark.interpreter
@@ -187,6 +232,16 @@ def test_dual_on_gpu(fmt, granularity, granularity_t):
         kind = ("outlier", "nonfinite", "zero_row")[number % 3]
         check_dual(m, k, number, kind, fmt, *pair, number % 2 == 1, rounding, "cuda")
     check_dual(16384, 2048, 0, "outlier", fmt, *pair, True, device="cuda")
+
+
+@pytest.mark.gpu
+def test_rows_of_no_group_on_gpu():
+    for columns in (48, 272, 2048):
+        for weighted in (False, True):
+            check_held(512, columns, columns, weighted, "cuda")
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        for rows, columns in ((128, 16), (512, 40), (384, 2048), (512, 13)):
+            check_gather_dual(rows, columns, columns, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.formats import LINEAR_FORMATS
+from qtrain.kernels.numerics.formats import LINEAR_FORMATS, empty_codes
 from qtrain.kernels.numerics.philox import Rounding, random_bits_ref
 from qtrain.kernels.quantize import operators
 from qtrain.kernels.quantize.absmax import absmax_ref
@@ -178,19 +178,27 @@ def test_given_and_ternary_in_the_interpreter():
 
 def check_into(x, fmt, granularity, key):
     expected = quantize_ref(x, fmt, granularity, noise(x, key))
-    out = torch.full_like(expected[0].view(torch.int8), 7).view(expected[0].dtype), torch.full_like(expected[1], -1)
+    out = empty_codes(x, fmt, granularity)
+    out[0].view(torch.int8).fill_(7)
+    out[1].fill_(-1)
     found = quantize_into(out, x, fmt, granularity, Rounding(key, ROLE), False)
     assert found[0] is out[0] and found[1] is out[1]
     same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
+    wide = torch.full((*out[1].shape, 2), -1.0, device=x.device)[..., 0]  # of other strides: not written
+    found = quantize_into((out[0], wide), x, fmt, granularity, Rounding(key, ROLE), False)
+    same(found, expected, "strides")
+    assert (wide == -1).all()
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise", "32x32"])
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise", "128x128", "32x32"])
 def test_into_memory_in_the_interpreter(granularity, monkeypatch):
     monkeypatch.setattr(operators, "_kernel_takes", lambda x, rounding: True)
     for dtype in (torch.float32, torch.bfloat16) if granularity == "rowwise" else (torch.float32,):
         check_into(stress_matrix(34, 40, 3, "outlier", dtype, "cpu"), "e4m3", granularity, None)
     check_into(stress_matrix(34, 40, 4, "nonfinite", torch.float32, "cpu"), "int8", granularity, KEY)
+    if granularity == "128x128":  # rows of scales are padded
+        check_into(stress_matrix(130, 136, 3, "outlier", torch.float32, "cpu"), "e4m3", granularity, None)
 
 
 @pytest.mark.gpu
