@@ -32,8 +32,8 @@ def _add_in_order_kernel(
     total_ptr, terms_ptr, length, EVEN: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     # total [length], terms [ROWS, length], of any float dtypes. NEW: 1 where the total begins with the first row.
-    if EVEN:  # else every element is a load of its own
-        length = tl.multiple_of(length, 16)
+    if EVEN:  # tells the compiler that it is a multiple of 16: else every element is a load of its own
+        length = length // 16 * 16
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     # Each CTA adds its elements alone, row by row: the order of additions is that of the rows.

@@ -43,6 +43,7 @@ from qtrain.kernels.grouped.per_group import launch_zero_empty, launch_zero_tail
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_long_sums, launch_m_grouped
 from qtrain.kernels.grouped.token_permutation import launch_group_rows
+from qtrain.kernels.grouped.topk import launch_topk
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.formats import empty_codes
@@ -407,6 +408,8 @@ def grouped() -> Iterator[Case]:
 
     for groups in (8, 128, 256):
         yield groups == 128, lambda n=groups: launch_group_rows(zeros(64, 4, dtype=torch.int64), n)
+    for experts, best in ((8, 2), (128, 8), (160, 6), (256, 8)):
+        yield experts == 128, lambda n=experts, k=best: launch_topk(zeros(64, n, dtype=FP32), k)
     rows, weights = zeros(64, 4, dtype=torch.int32), zeros(64, 4, dtype=FP32)
     for dtype in (BF16, FP32):
         y = zeros(512, 768, dtype=dtype)

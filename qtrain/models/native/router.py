@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.kernels.gemm.float_mm import fp32_mm
+from qtrain.kernels.grouped.topk import topk
 from qtrain.models.config.moe import MoEConfig
 
 
@@ -111,21 +112,15 @@ class Router(nn.Module):
             in_groups = scores.unflatten(1, (mixture.groups, -1))  # [T, groups, E / groups]
             # DeepSeek-V3 adds a group's two best experts, V2 takes its best one.
             group_scores = in_groups.topk(2 if mixture.selection_bias else 1, dim=-1).values.sum(dim=-1)
-            chosen = best(group_scores, mixture.groups_per_token)
+            chosen = topk(group_scores, mixture.groups_per_token)
             kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
             # -inf, not 0: scores with a bias can be negative.
             scores = in_groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
-        return best(scores, mixture.per_token)
+        return topk(scores, mixture.per_token)
 
 
 _TINY = 1e-20
 """What DeepSeek-V3 adds to a sum of weights that may be zero; the sum of a softmax's best is not changed by it."""
-
-
-def best(scores: Tensor, count: int) -> Tensor:
-    """The positions int64 [T, count] of the largest scores [T, N] in descending order; of equal ones the first."""
-    # A view would keep the positions of all of them for backward.
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def balance_loss(routing: Routing, load: Tensor, over: TokenSum | None = None) -> Tensor:

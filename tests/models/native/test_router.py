@@ -10,7 +10,7 @@ from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models import RECOMPUTE_SETS
 from qtrain.models.config.moe import MoEConfig
 from qtrain.models.native.expert_load import ExpertLoad
-from qtrain.models.native.router import Router, balance_loss, best, z_loss
+from qtrain.models.native.router import Router, balance_loss, z_loss
 from tests.models.families import batch, drawn, source_of
 
 SOFTMAX = MoEConfig(experts=8, per_token=3, width=4)
@@ -26,12 +26,6 @@ def router_of(mixture: MoEConfig, hidden: int = 16, dtype: torch.dtype = torch.f
 
 def hidden_states(tokens: int = 40, hidden: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def test_of_equal_scores_the_lower_number_is_taken():
-    scores = torch.tensor([[0.1, 0.4, 0.4, 0.1, 0.4], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    assert best(scores, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
-    assert torch.equal(best(torch.zeros(300, 128), 8), torch.arange(8).expand(300, 8))
 
 
 def test_weights_are_the_softmax_of_the_best_and_sum_to_one_if_normalized():
