@@ -60,9 +60,11 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
+        if not self.plan.fits or not self.plan.host_bytes:
+            return self.plan.fits
         # The host of a GPU that is only planned for is not this one.
         host = host_memory() if self.checked.device.type == "cuda" else None
-        return self.plan.fits and self.plan.host_bytes <= HOST_SHARE * (host or math.inf)
+        return self.plan.host_bytes <= HOST_SHARE * (host or math.inf)
 
     def command(self) -> str:
         """The flags as a command line has them."""
