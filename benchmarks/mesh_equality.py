@@ -195,7 +195,7 @@ def train(
             in_backward=in_backward,
             parallel=parallel,
         )
-        found.append((gradients.loss, gradients.norm_value))
+        found.append((gradients.loss, gradients.norm))
     return {"steps": found, "sent": dict(sent), "digests": state_digests(parallel, quantized, run.optimizer)}
 
 

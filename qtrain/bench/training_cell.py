@@ -100,8 +100,9 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
         batches = [random_batch(*size, generator).to(device)] * geometry.gradient_accumulation  # any tokens are as fast
+        ranks, optimizer = run.parallel, run.optimizer
         gradients = compute_gradients(
-            model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
+            model, forward, quantized, batches, step, graphs, in_backward, parallel=ranks, optimizer=optimizer
         )
         apply_gradients(
             run.optimizer,

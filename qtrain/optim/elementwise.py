@@ -152,6 +152,7 @@ class LowBitOptimizer(PartitionedOptimizer):
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         self.options, self.seed = options, seed
         self._updates: dict[int, _PartitionUpdate] | None = None
+        self._prepared: dict[int, list[Tensor | None]] = {}  # gradients of the next step, by partition
         self.index_of: dict[Tensor, int] = {}  # keys the random bits of each parameter
         self._amax: dict[Tensor, WeightAmax] = {}
         super().__init__(groups, defaults)
@@ -182,9 +183,25 @@ class LowBitOptimizer(PartitionedOptimizer):
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step_partition(self, index: int) -> None:
+    def prepare_step(self) -> None:
+        for index in range(len(self.partitions)):
+            grads = self._prepared[index] = self._gradients(index)
+            if any(grad is not None for grad in grads):
+                update = self._built_updates()[index].update
+                if isinstance(update, FusedUpdate):
+                    update.prepare(grads)
+
+    def _gradients(self, index: int) -> list[Tensor | None]:
         # Shards only: the update is elementwise, and random bits are those of the elements in the whole tensor.
-        grads = [None if p.grad is None else local(p.grad) for p in self.partitions[index]]
+        return [None if p.grad is None else local(p.grad) for p in self.partitions[index]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._prepared.clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step_partition(self, index: int) -> None:
+        grads = self._prepared.pop(index, None) or self._gradients(index)
         if all(grad is None for grad in grads):
             return
         partition = self._built_updates()[index]

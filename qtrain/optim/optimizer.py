@@ -49,9 +49,12 @@ class Optimizer(torch.optim.Optimizer):
         """All parameters, group by group."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
-        """Scale the gradients of the next step by max_norm / norm. norm: of all gradients, fp32 scalar, > max_norm."""
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+    def prepare_step(self) -> None:
+        """Do what the next step takes of the host, once its gradients exist; before the host waits for the device."""
+
+    def clip_gradients(self, norm: float, max_norm: float) -> None:
+        """Scale the gradients of the next step by max_norm / norm. norm: of all gradients, in fp32, > max_norm."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, torch.tensor(norm))
 
     def record_amax(self, parameter: Tensor) -> WeightAmax | None:
         """From now on have each update of `parameter` leave its new absmax, of this rank's shard; None: it cannot."""
@@ -129,9 +132,11 @@ class PartitionedOptimizer(Optimizer):
         for p in self.parameters():
             self._partitions[index_of[p]].append(p)
 
-    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
-        # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients.
-        self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    def clip_gradients(self, norm: float, max_norm: float) -> None:
+        # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients. Computed on the host,
+        # for which the device waits; from pageable memory the copy has been staged when the call returns.
+        scale, first = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0), self.param_groups[0]["params"][0]
+        self.grad_scale = scale.to(self.placement(first).device or first.device, non_blocking=True)
 
     def begin_step(self) -> None:
         """Count a step, where it is not counted per parameter."""

@@ -63,6 +63,9 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
 
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
+    def prepare_step(self) -> None:
+        """Nothing: its updates are given what it computes from the gradients."""
+
     def begin_step(self) -> None:
         assert self._saved_y is None, "a step between eval() and train()"
         self._rates = [self._advance(group) for group in self.param_groups]

@@ -178,6 +178,7 @@ class Training:
             parallel=run.parallel,
             stop_signal=SAVE_ENDED if run.background.ended else stop.number,
             clock=self.records.throughput.clock,
+            optimizer=run.optimizer,
         )
         # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
         self._save_ended = gradients.stop_signal == SAVE_ENDED
@@ -334,7 +335,7 @@ class Training:
             state.evals_since_best += 1
 
     def _nonfinite(self, gradients: Gradients) -> TrainingStopped:
-        what, value = ("gradient norm", gradients.norm_value)
+        what, value = ("gradient norm", gradients.norm)
         if not math.isfinite(gradients.loss):
             what, value = "loss", gradients.loss
         updated = self.in_backward is not None

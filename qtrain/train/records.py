@@ -78,7 +78,7 @@ class Records:
         record = {
             "step": state.step,
             "loss": gradients.loss,
-            "grad_norm": gradients.norm_value,
+            "grad_norm": gradients.norm,
             "lr": lr,
             **more,
             **self._changed_map(),
@@ -99,7 +99,7 @@ class Records:
         status.update(
             state.step,
             loss=gradients.loss,
-            grad_norm=gradients.norm_value,
+            grad_norm=gradients.norm,
             tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,

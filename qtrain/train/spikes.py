@@ -127,7 +127,7 @@ class SpikeGuard:
         """The spike in the values of `step`, which has not been counted yet."""
         if self._detector is None:
             return None
-        spike = self._detector.check(step, gradients.loss, gradients.norm_value)
+        spike = self._detector.check(step, gradients.loss, gradients.norm)
         if spike is None:
             self._skipped_in_row = 0
         return spike

@@ -41,12 +41,28 @@ def test_clipping_is_that_of_torch(name):
     ours, theirs = with_gradients(), with_gradients()
     norm = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()])
     optimizers = [make(name, model, 0.01, **OPTIONS.get(name, {})) for model in (ours, theirs)]
-    optimizers[0].clip_gradients(norm, 0.25)
+    optimizers[0].clip_gradients(norm.item(), 0.25)
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.25)
     for optimizer in optimizers:
         optimizer.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prepared_step_takes_the_gradients_of_its_time(name):
+    """Those that are there when it is prepared, unless they are freed; then those of the step."""
+    models = [with_gradients() for _ in range(3)]
+    optimizers = [make(name, model, 0.01, **OPTIONS.get(name, {})) for model in models]
+    optimizers[1].prepare_step()
+    optimizers[2].prepare_step()
+    optimizers[2].zero_grad()
+    for p, q in zip(models[2].parameters(), with_gradients().parameters(), strict=True):
+        p.grad = q.grad
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(p, q) for q in others)
 
 
 @pytest.mark.parametrize("name", NAMES)

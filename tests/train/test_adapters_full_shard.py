@@ -62,7 +62,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
         ]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-2, clip_grad_norm=0.5, parallel=parallel)
-        found.append((gradients.loss, gradients.norm_value))
+        found.append((gradients.loss, gradients.norm))
     frozen = [p for p in model.parameters() if p.ndim > 1 and not p.requires_grad]
     held = sum(t.untyped_storage().nbytes() for p in frozen for t in plain_tensors(p))
     held += sum(t.nbytes for p in frozen for t in local_tensors(parallel.master(p)) if full_shard)

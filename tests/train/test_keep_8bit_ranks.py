@@ -34,7 +34,7 @@ def _step(tp: int, mixture: bool, scheme: str, full_shard: bool, keep_8bit: tupl
     numbers = range(mesh.dp_rank, 2, mesh.dp_size)
     batches = [Batch(*map(Tensor.contiguous, (t[:, :-1], t[:, 1:]))) for t in (tokens(2, 13, n) for n in numbers)]
     found = compute_gradients(model, language_forward(model, None), quantized, batches, 0, parallel=parallel)
-    return found.loss, found.norm_value
+    return found.loss, found.norm
 
 
 def _all(world: int) -> list[list[Any]]:

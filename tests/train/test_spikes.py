@@ -300,7 +300,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike_too(here, monkeypatch, action)
     def broken(*args, **kwargs):
         gradients = compute(*args, **kwargs)
         calls.append(1)
-        return dataclasses.replace(gradients, norm_value=math.inf) if len(calls) == 25 else gradients
+        return dataclasses.replace(gradients, norm=math.inf) if len(calls) == 25 else gradients
 
     monkeypatch.setattr(loop, "compute_gradients", broken)
     done = call(llm_pretrain.main, argv(on_spike=action, n_steps=30))

@@ -169,7 +169,7 @@ def _step(
             {
                 "loss": gradients.loss,
                 "load": model.expert_load.step.tolist() if model.expert_load is not None else None,
-                "norm": gradients.norm_value,
+                "norm": gradients.norm,
                 "weights": whole(model, {n: p.data for n, p in named.items()}),
                 "gradients": whole(model, {n: p.grad for n, p in named.items()}),
                 "logits": logits.tolist(),
@@ -289,7 +289,7 @@ def _train(
             ]
             gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
             apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
-            steps.append((gradients.loss, gradients.norm_value))
+            steps.append((gradients.loss, gradients.norm))
         found[name] = {"steps": steps, "codes": codes, "sent": dict(sent), "key": quantized.keys.tolist()[:1]}
     return found
 

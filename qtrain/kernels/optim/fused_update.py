@@ -95,6 +95,11 @@ class FusedUpdate:
                 self.hyper[group, column].fill_(value)
                 self._hyper_values[group][column] = value
 
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """What `step` of this very sequence takes of the host, but for its launches."""
+        if self._kernels is not None:
+            self._kernels.prepare(grads)
+
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None = None) -> None:
         """One update. grads: of every tensor, None for one that is not updated. grad_scale: a scalar on the device that

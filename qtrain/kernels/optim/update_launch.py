@@ -60,6 +60,7 @@ class Launches:
         self.grads = torch.zeros(n, dtype=torch.int64, device=device)
         self._addresses: list[int] = [0] * n  # of the last step's gradients: unchanged ones are not uploaded
         self._recorded = False
+        self._prepared: tuple[Sequence[Tensor | None], list[Tensor | None]] | None = None
         pinned = device.type == "cuda"
         self._captured = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)  # read by every replay of a CUDA graph
 
@@ -67,8 +68,10 @@ class Launches:
     def count(self) -> int:
         return 1 + len(self.launches)
 
-    def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
-        grads = [None if g is None else aligned(g) for g in grads]  # views into a flat buffer may be misaligned
+    def prepare(self, given: Sequence[Tensor | None]) -> None:
+        """Write the table of these gradients, for a `step` of the same sequence."""
+        grads = [None if g is None else aligned(g) for g in given]  # views into a flat buffer may be misaligned
+        self._prepared = given, grads
         dtypes = [before if g is None else g.dtype for before, g in zip(self._grad_dtypes, grads, strict=True)]
         if dtypes != self._grad_dtypes:  # at the first step; a tensor without a gradient keeps the dtype it had
             self._grad_dtypes = dtypes
@@ -76,6 +79,10 @@ class Launches:
         addresses = [0 if g is None else g.data_ptr() for g in grads]
         if addresses != self._addresses or self._recorded:
             self._upload(addresses)
+
+    def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
+        if self._prepared is None or self._prepared[0] is not grads:
+            self.prepare(grads)
         n = len(self.slots)
         factors_kernel[(triton.cdiv(n, 128),)](
             self.table, self.grads, self.hyper, grad_scale, self.steps, self.keys, self.factors, n,
@@ -86,6 +93,7 @@ class Launches:
                 launch.owner, self.table, self.grads, self.factors, self.keys, UPDATE_ROLE,
                 num_warps=launch.warps, maxnreg=launch.registers, **launch.constants,
             )  # fmt: skip
+        self._prepared = None
 
     def _upload(self, addresses: list[int]) -> None:
         """Write the gradients' addresses into the table, without synchronizing."""

@@ -40,10 +40,8 @@ class Gradients:
 
     loss: float
     """Mean over the step's trained tokens, without z-loss."""
-    norm: Tensor
-    """L2 norm of all gradients, before clipping; fp32 scalar on the device."""
-    norm_value: float
-    """The same on the host."""
+    norm: float
+    """L2 norm of all gradients, before clipping; a number of fp32."""
     tokens: int
     """Tokens read by all ranks, trained on or not."""
     stop_signal: int = 0
@@ -51,7 +49,7 @@ class Gradients:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm_value)
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 class DataParallel:
@@ -281,7 +279,8 @@ class DataParallel:
             summed = [(self.mesh, squares)]
         if self._host is not None:
             summed.append((self.mesh, self._host.squares()))
-        counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
+        # From pageable memory: the copy has been staged when the call returns, and the host goes on.
+        counts = torch.tensor([tokens, stop_signal], dtype=torch.float64).to(self._device, non_blocking=True)
         # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
         per_rank = self._gather(own)
@@ -296,9 +295,7 @@ class DataParallel:
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
-            # For clipping, without a second synchronization.
-            norm=torch.tensor(value, dtype=torch.float32, device=self._device),
-            norm_value=float(np.float32(value)),
+            norm=float(np.float32(value)),
             tokens=int(every[:: self.mesh.cp, -2].sum()),  # ranks with the same sequences count the same
             stop_signal=int(per_rank[:, -1].max()),
         )

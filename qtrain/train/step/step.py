@@ -36,6 +36,7 @@ def compute_gradients(
     parallel: DataParallel | None = None,
     stop_signal: int = 0,
     clock: StepClock | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step, launched kernel by kernel or replayed from `graphs`.
 
@@ -43,6 +44,7 @@ def compute_gradients(
     the step is split, nor over how many ranks. With `in_backward` there is one micro-batch, and the weights are updated
     on return. parallel: None: one rank. stop_signal: the number of a signal that this rank has received, 0: none.
     clock: begun; it is given the marks `forward_backward` and, of several ranks, `communication`.
+    optimizer: prepares the step that follows, while the device still computes.
     """
     # Codes of the weights are made once per step, after the update: stale ones would train on old weights.
     quantized.assert_fresh()
@@ -66,6 +68,8 @@ def compute_gradients(
     if clock is not None and parallel.mesh.dp_size > 1:
         clock.mark("communication")
     squares = in_backward.finish() if in_backward is not None else None
+    if optimizer is not None and in_backward is None:
+        optimizer.prepare_step()
     # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
     return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, squares)
 
@@ -96,8 +100,7 @@ def apply_gradients(
 
 
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
-    # norm_value is on the host already, from the step's one synchronization.
-    if clip_grad_norm and gradients.norm_value > clip_grad_norm:
+    if clip_grad_norm and gradients.norm > clip_grad_norm:
         optimizer.clip_gradients(gradients.norm, clip_grad_norm)
     set_lr(optimizer, lr)
     optimizer.step()

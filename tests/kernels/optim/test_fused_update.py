@@ -210,6 +210,22 @@ def test_the_kernel_writes_stored_weights_as_store_does(stored):
 
 
 @pytest.mark.interpreter
+def test_a_prepared_step_is_that_of_its_gradients():
+    """Another sequence than the prepared one is not taken for it."""
+    shapes, found = [(3, 128), (5, 33)], []
+    for other in (None, True, False):
+        own, grads = slots(shapes), gradients(shapes)
+        update = FusedUpdate("adamw", own, kernel=True)
+        update.set_hyper(0, HYPER)
+        if other is not None:
+            update.prepare(gradients(shapes, seed=9) if other else grads)
+        for _ in range(2):
+            update.step(grads)
+        found.append([slot.weight for slot in own])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+
+
+@pytest.mark.interpreter
 def test_launches_do_not_grow_with_the_number_of_tensors():
     counts = []
     for many in (2, 9):

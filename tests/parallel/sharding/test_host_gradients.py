@@ -78,7 +78,7 @@ def train(
     forward, seen = language_forward(model, None), []
     for step in range(steps):
         found = compute_gradients(model, forward, quantized, batches(step, accumulation), step, parallel=parallel)
-        seen.append((found.loss, found.norm_value))
+        seen.append((found.loss, found.norm))
         apply_gradients(optimizer, quantized, found, lr=1e-2, clip_grad_norm=0.5, parallel=parallel)
     weights = {name: parallel.master(p).detach().clone() for name, p in model.named_parameters()}
     return Trained(seen, weights, model, parallel)

@@ -59,7 +59,7 @@ def _steps(run: Run, moves: Sequence[dict[str, Spec]], numbers: Sequence[int]) -
         batches = [random_micro_batch(step, number) for number in numbers]
         gradients = compute_gradients(run.model, forward, run.quantized, batches, step, parallel=run.parallel)
         apply_gradients(run.optimizer, run.quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=run.parallel)
-        found.append((gradients.loss, gradients.norm_value))
+        found.append((gradients.loss, gradients.norm))
     return found
 
 

@@ -95,7 +95,7 @@ def train(
                 return {"error": type(error), "text": str(error)}
         gradients = compute_gradients(run.model, forward, run.quantized, batches, step, parallel=run.parallel)
         apply_gradients(run.optimizer, run.quantized, gradients, lr=1e-3, clip_grad_norm=1.0, parallel=run.parallel)
-        found.append((gradients.loss, gradients.norm_value))
+        found.append((gradients.loss, gradients.norm))
     if monitor is not None:
         monitor.close()
     # Digests of what is in host memory would pin it there.

@@ -1,5 +1,6 @@
 """A replayed step gives the same bits as an ordinary one; a step that cannot be captured runs without graphs."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -97,8 +98,9 @@ def train(
             reassign(model, quantized, {name: SCHEMES.make(to, {}, "-") for name, to in reassigned.items()})
         rows = 2 if step == odd_step else 4
         read = batches(step, accumulation, rows, **kind)
-        found = compute_gradients(model, forward, quantized, read, step, graphs, **same)
-        seen.append((found.loss, found.norm_value))
+        prepared = None if step == changed_step else optimizer
+        found = compute_gradients(model, forward, quantized, read, step, graphs, optimizer=prepared, **same)
+        seen.append((found.loss, found.norm))
         if step == changed_step:
             with torch.no_grad():
                 quantized.linears[0].weight.mul_(2)
@@ -106,6 +108,26 @@ def train(
         apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs, **same)
     torch.cuda.synchronize()
     return seen, [parallel.master(p).detach().to(device, copy=True) for p in model.parameters()], graphs
+
+
+@pytest.mark.gpu
+def test_the_host_waits_once_a_step(monkeypatch):
+    """For the loss and the norm; the optimizer is prepared by then."""
+    waits: list[int] = []
+
+    def counted(*arguments, **named):
+        waits.append(len(seen))
+        return compute_gradients(*arguments, **named)
+
+    monkeypatch.setitem(globals(), "compute_gradients", counted)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train("fp8_tensorwise", {"scaling": "delayed"}, 2, graphed=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert waits[-1] - waits[-2] == 1, [str(w.message)[:80] for w in seen[waits[-2] :]]
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ class Trainee:
                 self.quantized.refresh()
             else:
                 apply_gradients(self.optimizer, self.quantized, gradients, lr=lr, clip_grad_norm=0)
-            found.append((gradients.loss, gradients.norm_value))
+            found.append((gradients.loss, gradients.norm))
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -114,7 +114,7 @@ def _with_a_parameter_of_one_rank() -> list[Any]:
         step_partition(index)
 
     within.optimizer.step_partition = watched
-    norms = [[way.step(number).norm_value for number in range(3)] for way in (ordinary, within)]
+    norms = [[way.step(number).norm for number in range(3)] for way in (ordinary, within)]
     same = [torch.equal(a, b) for a, b in zip(ordinary.masters(), within.masters(), strict=True)]
     return [norms, same, updates]
 
@@ -141,7 +141,7 @@ def _spoiled() -> list[Any]:
     found = trainee.step(1)
     return [
         found.finite,
-        found.norm_value,
+        found.norm,
         trainee.in_backward.first_nonfinite(),
         all_gather(trainee.in_backward._order),
     ]

@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_the_mean_over_the_steps_tokens(micro_ba
     found = compute_gradients(model, language_forward(model, None), quantized, split(batch, micro_batch_size), step=0)
     norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
     assert found.loss == pytest.approx(nll.item(), rel=1e-5)  # without the z-loss
-    assert found.norm_value == pytest.approx(norm, rel=1e-5) and found.norm.item() == found.norm_value
+    assert found.norm == pytest.approx(norm, rel=1e-5)
     assert found.tokens == B * S and found.finite
     assert_close(gradients_of(model), expected)
 
@@ -109,7 +109,7 @@ def test_a_step_without_trained_tokens_has_zero_loss_and_gradients():
     batch = masked_batch()
     batch.labels.fill_(-100)
     found = compute_gradients(model, language_forward(model, None), quantized, [batch], step=0)
-    assert found.loss == 0 and found.norm_value == 0 and batch.n_trained == 0
+    assert found.loss == 0 and found.norm == 0 and batch.n_trained == 0
 
 
 def test_documents_in_one_window_train_as_if_each_were_alone():
@@ -148,7 +148,7 @@ def optimizer_for(model: torch.nn.Module, quantized: QuantizedModel) -> torch.op
 def test_gradients_are_clipped_to_the_norm_and_only_above_it(clip, scaled):
     model, quantized = model_of()
     gradients = compute_gradients(model, language_forward(model, None), quantized, [masked_batch()], step=0)
-    assert gradients.norm_value > 0.25
+    assert gradients.norm > 0.25
     optimizer, seen = optimizer_for(model, quantized), {}
 
     def used(*_):  # the optimizer clips as it reads
@@ -158,7 +158,7 @@ def test_gradients_are_clipped_to_the_norm_and_only_above_it(clip, scaled):
     optimizer.register_step_pre_hook(used)
     before = {n: p.grad.clone() for n, p in model.named_parameters()}
     apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=clip)
-    factor = clip / gradients.norm_value if scaled else 1.0
+    factor = clip / gradients.norm if scaled else 1.0
     for name, gradient in before.items():
         torch.testing.assert_close(seen[name], gradient * factor, rtol=1e-4 if scaled else 0, atol=1e-12)
 
