@@ -99,21 +99,15 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     size = (architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.steps):
-        batches = [random_batch(*size, generator).to(device)] * geometry.gradient_accumulation  # any tokens are as fast
-        ranks, optimizer = run.parallel, run.optimizer
+        batch = random_batch(*size, generator).to(device, non_blocking=True)
+        batches = [batch] * geometry.gradient_accumulation  # any tokens are as fast
         gradients = compute_gradients(
-            model, forward, quantized, batches, step, graphs, in_backward, parallel=ranks, optimizer=optimizer
-        )
-        apply_gradients(
-            run.optimizer,
-            quantized,
-            gradients,
-            lr=settings.lr,
-            clip_grad_norm=settings.clip_grad_norm,
-            graphs=graphs,
-            in_backward=in_backward,
-            parallel=run.parallel,
-        )
+            model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel,
+            optimizer=run.optimizer,
+        )  # fmt: skip
+        rates = {"lr": settings.lr, "clip_grad_norm": settings.clip_grad_norm}
+        recorded = {"graphs": graphs, "in_backward": in_backward, "parallel": run.parallel}
+        apply_gradients(run.optimizer, quantized, gradients, **rates, **recorded)
         marks.append(_mark(device))
         loss = gradients.loss
     # From the end of a step to the end of the next: what the host prepares meanwhile is not counted twice.

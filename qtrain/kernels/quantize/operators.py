@@ -194,16 +194,9 @@ def quantize_dual(
     # bf16 to 8 bits in both layouts, all that training asks of most tensors; the rest is for other formats and dtypes.
     if fmt == fmt_t and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index, granularity_t):
         return launch_dual_bf16x2(
-            x,
-            fmt,
-            granularity,
-            rounding,
-            power_of_two,
-            scale,
-            granularity_t=granularity_t,
-            groups=column_groups,
+            x, fmt, granularity, rounding, power_of_two, scale, granularity_t=granularity_t, groups=column_groups,
             index=index,
-        )
+        )  # fmt: skip
     x = index.gathered(x)  # [M, K] in memory: only the bf16x2 kernel gathers as it reads
     given = _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=column_groups)
