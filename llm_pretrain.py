@@ -13,6 +13,7 @@ from qtrain.core.process import prepare_process
 
 prepare_process(script=True)  # before imports that take a while
 
+from qtrain.comm.launch import launch
 from qtrain.core.config import parse
 from qtrain.core.process import command_line, run_script
 from qtrain.train.log.start_clock import StartClock
@@ -40,8 +41,9 @@ def main(argv: list[str]) -> None:
 def train(settings: PretrainSettings) -> None:
     start = StartClock()
     start.mark("flags")
+    if not settings.dry_run:
+        launch(settings.gpus, settings.device)  # with --gpus N: N processes of this command, for which this one waits
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.comm.launch import launch
     from qtrain.train.assembly.assemble import (
         assemble,
         build_quantized,
@@ -75,8 +77,6 @@ def train(settings: PretrainSettings) -> None:
     checked, settings = text.checked, text.checked.settings_as(PretrainSettings)
     evaluated = text.evaluation()
     start.mark("data")
-    if not settings.dry_run:
-        launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, [*text.described, *evaluated.notes], trained)
     check_run_exports(prepared)
     print(prepared.text, flush=True)

@@ -15,6 +15,7 @@ from qtrain.core.process import prepare_process
 
 prepare_process(script=True)  # before imports that take a while
 
+from qtrain.comm.launch import launch
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.process import run_script
@@ -38,8 +39,9 @@ def main(argv: list[str]) -> None:
 def train(settings: VisionSettings) -> None:
     start = StartClock()
     start.mark("flags")
+    if not settings.dry_run:
+        launch(settings.gpus, settings.device)  # with --gpus N: N processes of this command, for which this one waits
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.comm.launch import launch
     from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation
     from qtrain.data.images.image_loader import BatchMaker, ImageLoader
     from qtrain.data.images.images import check_same_classes, open_images
@@ -89,8 +91,6 @@ def train(settings: VisionSettings) -> None:
     for read in filter(None, (images, eval_images)):
         read.check()
     start.mark("data")
-    if not settings.dry_run:
-        launch(settings.gpu_count)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, describe_images(images, eval_images, settings))
     settings = prepared.settings_as(VisionSettings)
     print(prepared.text, flush=True)

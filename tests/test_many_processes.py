@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from qtrain.comm import ranks
-from qtrain.comm.launch import count_gpus
+from qtrain.comm.launch import check_gpus, count_gpus
 from qtrain.comm.ranks import check_launcher, join_world
 from qtrain.core.errors import UserError
+from qtrain.core.process import LAUNCHER
 from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
 from tests.data.corpora import write_questions
@@ -435,14 +436,8 @@ def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monke
         ("--gpus: -1 is out of range", {"gpus": -1}),
         ("--gpus: 'two' is not allowed; it must be a whole number from 0 to 1024 or one of 'all'", {"gpus": "two"}),
         ("--gpus: all counts the GPUs of this machine, and --device cpu has none; give a number", {"gpus": "all"}),
-        ("--gpus: 2 is more than the 0 that torch sees", {"gpus": 2, "device": "cuda"}),
         ("--dp_shard: 2 does not divide the 1 process", {"dp_shard": 2}),
-        ("--gpus: 2 is more than the 0 that torch sees on this machine; --device cpu", {"gpus": 2, "device": "auto"}),
         ("--gradient_wire", {"gradient_wire": "int2"}),
-        ("--optim: unknown optimizer 'adamv'", {"gpus": 2, "optim": "adamv"}),
-        ("--train_ds", {"gpus": 2, "train_ds": {**TOKENS, "dataset_dir": "tokenz"}}),
-        ("--model", {"gpus": 2, "model": "tinny.json"}),
-        ("--ep: 2 does not divide the 1 process that reads data", {"gpus": 2, "tp": 2, "ep": 2}),
         (
             "--world_size: one process plans",
             {"gpus": 2, "world_size": 4, "gpu": "h200", "dry_run": True, "device": "auto"},
@@ -454,6 +449,34 @@ def test_a_mistake_before_any_process_is_started(server, says, settings, tmp_pat
     done = server.start("llm_pretrain", argv, patch=NO_PROCESSES).wait()
     assert done.code == 2 and says in done.err and done.err.count("\n") == 1
     assert done.out == "" and tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("says", "settings"),
+    [
+        ("--optim: unknown optimizer 'adamv'", {"optim": "adamv"}),
+        ("--train_ds", {"train_ds": {**TOKENS, "dataset_dir": "tokenz"}}),
+        ("--model", {"model": "tinny.json"}),
+        ("--ep: 2 does not divide the 1 process that reads data", {"tp": 2, "ep": 2}),
+    ],
+)
+def test_what_all_ranks_refuse_rank_0_says(server, says, settings, tmp_path):
+    argv = flags(**{**PRETRAIN, "gpus": 2, "runs_dir": tmp_path / "runs", **settings})
+    first, second = server.run_ranks(2, "llm_pretrain", argv)
+    assert first.code == 2 and says in first.err and first.err.count("\n") == 1
+    assert first.out == second.out == second.err == "" and tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_a_rank_that_launch_started_says_how_many_gpus_are_missing(device, monkeypatch):
+    """Under another launcher the ranks may be those of several machines."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_gpus(2, device)
+    monkeypatch.setenv(LAUNCHER, "1")
+    check_gpus(2, "cpu")
+    with pytest.raises(UserError, match="--gpus: 2 is more than the 1 that torch sees on this machine"):
+        check_gpus(2, device)
 
 
 @pytest.mark.parametrize("launcher", [False, True])

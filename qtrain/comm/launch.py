@@ -3,11 +3,15 @@
 Rank 0's output goes to the screen; the others write their warnings there and everything to their logs in the run
 folder. When a process ends by itself with an error, or is killed, the others are ended at once, and this process exits
 with that process's code. When this process is killed, the ranks end themselves (`qtrain.core.process`).
+
+The ranks are started first of all, before this process has imported torch, which takes as long as their own imports:
+what is refused later, rank 0 refuses.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,10 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-
-from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
 from qtrain.core.process import GROUP_SIGNALS, LAUNCHER, RESTART_CODE, RESTART_FILE
 
@@ -32,6 +32,10 @@ def count_gpus(gpus: int | Literal["all"], device: str) -> int:
     are no GPUs."""
     if gpus != "all":
         return gpus
+    import torch
+
+    from qtrain.comm.ranks import launched_world
+
     if "WORLD_SIZE" in os.environ:
         return launched_world()
     if device == "cpu" or not torch.cuda.device_count():
@@ -42,24 +46,26 @@ def count_gpus(gpus: int | Literal["all"], device: str) -> int:
 
 def check_gpus(gpus: int, device: str) -> None:
     """UserError for a --gpus that another launcher contradicts, or that this machine does not have."""
-    if "WORLD_SIZE" in os.environ:
-        if gpus and gpus != launched_world():
-            raise UserError(
-                f"--gpus: {gpus}, but the launcher started WORLD_SIZE={launched_world()} processes; leave --gpus out."
-            )
-        return
-    if gpus <= 1:
+    import torch
+
+    from qtrain.comm.ranks import launched_world
+
+    if "WORLD_SIZE" in os.environ and gpus and gpus != launched_world():
+        raise UserError(
+            f"--gpus: {gpus}, but the launcher started WORLD_SIZE={launched_world()} processes; leave --gpus out."
+        )
+    if gpus <= 1 or ("WORLD_SIZE" in os.environ and LAUNCHER not in os.environ):
         return
     if device != "cpu" and (found := torch.cuda.device_count()) < gpus:
         fix = "" if found else f"; --device cpu runs {gpus} processes on the CPU"
         raise UserError(f"--gpus: {gpus} is more than the {found} that torch sees on this machine{fix}.")
 
 
-def launch(gpus: int) -> None:
+def launch(gpus: int | Literal["all"], device: str = "auto") -> None:
     """Return at once in a process that trains. In the one that the user started with --gpus N, run N of them and exit
     with their exit code."""
-    if "WORLD_SIZE" not in os.environ and gpus > 1:
-        sys.exit(run_processes(gpus, [sys.executable, *sys.argv]))
+    if "WORLD_SIZE" not in os.environ and (count := count_gpus(gpus, device)) > 1:
+        sys.exit(run_processes(count, [sys.executable, *sys.argv]))
 
 
 def run_processes(count: int, command: Sequence[str]) -> int:
@@ -76,8 +82,7 @@ def run_processes(count: int, command: Sequence[str]) -> int:
 
 
 def _run_once(count: int, command: Sequence[str], restart_file: Path) -> int:
-    # Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who hangs.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
     # Else each rank would take all cores.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     common = {
@@ -85,7 +90,7 @@ def _run_once(count: int, command: Sequence[str], restart_file: Path) -> int:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(listener.getsockname()[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": threads,
         LAUNCHER: str(os.getpid()),
@@ -96,15 +101,28 @@ def _run_once(count: int, command: Sequence[str], restart_file: Path) -> int:
     ]
     for number in GROUP_SIGNALS:  # a Ctrl-C reaches the processes from the terminal, which is the same press to them
         signal.signal(number, lambda signum, _: _send(processes, signum))
+    store = _store(listener)
     while True:
         codes = [process.poll() for process in processes]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]  # None still runs, 0 has ended well
         if failed or all(code == 0 for code in codes):
             break
         time.sleep(0.1)
+    del store  # the ranks have ended
     if failed:
         return _end(processes, *failed[0])
     return 0
+
+
+def _store(listener: socket.socket) -> object:
+    """The ranks' store. Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who
+    hangs."""
+    import torch.distributed as dist
+
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )  # fmt: skip
 
 
 def _end(processes: Sequence[subprocess.Popen], rank: int, code: int) -> int:

@@ -78,7 +78,8 @@ def maps_by_pages() -> bool:
 
 def _one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        if _speaks():
+            print("interrupted", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (missing := _missing_package(error)):
         print(
             f"error: the package {missing!r} is not installed for {sys.executable}. In a clone, after `make setup`, "
@@ -88,6 +89,11 @@ def _one_line(kind: type[BaseException], error: BaseException, traceback: Traceb
         sys.exit(UserError.exit_code)  # Python takes the exit code of a hook's SystemExit
     else:
         sys.__excepthook__(kind, error, traceback)
+
+
+def _speaks() -> bool:
+    """Whether this process tells the user what befalls all ranks alike."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
@@ -167,7 +173,8 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
         print(f"error: {_shortened(message)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        if _speaks():
+            print(interrupted, file=sys.stderr)
         sys.exit(130)
     except OSError:
         if (error := _write_error(sys.stdout, "\n")) is None:

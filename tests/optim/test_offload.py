@@ -348,6 +348,7 @@ def test_loading_counts_for_every_slice(small_buckets):
 @pytest.mark.parametrize("bucket", [2_000, 20_000, 50_000, 10**7])
 def test_the_plan_counts_the_stages(name, bucket, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", bucket)
+    offload.staging_bytes.cache_clear()
     model = nn.Sequential(nn.Linear(64, 192), nn.Linear(192, 64), nn.Linear(64, 192), nn.LayerNorm(192)).bfloat16()
     spec = OPTIMIZERS.make(name, {"offload": True}, "--optim")
     optimizer = spec.build(parameter_groups(model, 0.1), 0.01)

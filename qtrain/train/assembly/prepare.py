@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtrain.comm.ranks import from_rank_0, launched_world
+from qtrain.comm.ranks import from_rank_0
 from qtrain.core.hardware.device import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
@@ -160,8 +160,7 @@ def fit_memory(
     """With --fit auto: the settings that it chooses, which the plan's notes tell; else `checked` itself. UserError
     where nothing fits."""
     settings = checked.language
-    starts_ranks = settings.gpu_count > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
-    if settings.fit == "off" or starts_ranks:
+    if settings.fit == "off":
         return checked
     asked = checked.scheme
     checked, linears = _resolved(checked, architecture)
