@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from qtrain.models import add_lora, as_lora, build_model, load_adapter, read_model_source
-from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.system import flags, losses, only_run, serving, write_model
 from tests.test_context_parallel_runs import saved
@@ -57,7 +56,8 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (a - b).norm() <= TENSORS * b.norm(), name
 
 
-@pytest.mark.parametrize("case", sampled([*CASES], lambda case: case != "all linears"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
 def test_runs_that_divide_adapted_experts_go_on_with_any_ep(server, case, tmp_path):
     """Two processes with --ep 2 up to step 2, then four or one up to the end, and one undisturbed."""
     settings = {**SETTINGS, **CASES[case]}
