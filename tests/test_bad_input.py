@@ -348,7 +348,6 @@ CHOICES = [
         "--quantize_overrides (*.qkv).activations: 'fp8' does not go with nvfp4 weights",
         quantize_overrides={"*.qkv": {"scheme": "qat", "weight": "nvfp4", "activations": "fp8"}},
     ),
-    wrong("--tp: 2, but each rank would scale its columns of a row", "int4_g128", tp=2, **qat(weight="fp8_row")),
     wrong("stochastic_rounding", '"backward":"int8"', quantize="bitnet", quantize_kwargs={"stochastic_rounding": True}),
     wrong(
         "--quantize (auto).candidates: 'int8' is not allowed", quantize="auto", quantize_kwargs={"candidates": "int8"}
