@@ -85,7 +85,10 @@ TRAINING = [
     ({"export_format": ["ct_int4_g32"], "model": "odd.json"}, "it takes in-features in multiples of 32, not 48"),
     ({"export_format": ["mxfp8"], "model": "odd.json"}, "'mxfp8' cannot hold model.layers.0.self_attn.q_proj.weight"),
     ({"export_format": ["ct_int8"], "model_impl": "hf"}, "--export_format: 'ct_int8' needs qtrain's own decoder"),
-    ({"export_format": ["ct_int8"], "tp": 2, "gpus": 2}, "python -m qtrain export RUN --format ct_int8"),
+    (
+        {"export_format": ["ct_int8"], "tp": 2, "gpus": 2, "dry_run": True},
+        "python -m qtrain export RUN --format ct_int8",
+    ),
     ({"export_format": ["ct_int8"], "lm_eval": "base"}, "--lm_eval: it evaluates the dense export; add hf to"),
     ({"push_to_hub": "me/model", "export": False}, "--push_to_hub: it uploads the export; leave out --no_export"),
     ({"push_to_hub": "a/b/c"}, "--push_to_hub: 'a/b/c' is no name of a repository; write OWNER/NAME"),
