@@ -120,9 +120,8 @@ def _store(listener: socket.socket) -> object:
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )  # fmt: skip
+    given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore("127.0.0.1", port, **given)
 
 
 def _end(processes: Sequence[subprocess.Popen], rank: int, code: int) -> int:

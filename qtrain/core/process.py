@@ -78,7 +78,7 @@ def maps_by_pages() -> bool:
 
 def _one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        if _speaks():
+        if _rank() == "0":
             print("interrupted", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (missing := _missing_package(error)):
         print(
@@ -91,9 +91,11 @@ def _one_line(kind: type[BaseException], error: BaseException, traceback: Traceb
         sys.__excepthook__(kind, error, traceback)
 
 
-def _speaks() -> bool:
-    """Whether this process tells the user what befalls all ranks alike."""
-    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+def _rank() -> str:
+    """This process's number among several. "0" speaks for all, and for itself where a launcher has set no number, which
+    is refused as soon as the settings are read."""
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    return rank if rank.isdecimal() else "0"
 
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
@@ -147,9 +149,7 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
-    if not rank.isdecimal():
-        rank = "0"  # refused as soon as the settings are read
+    rank = _rank()
     if "WORLD_SIZE" in os.environ:  # else torch, not imported yet, reports each lost connection with a stack of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if rank != "0":  # one of several processes: rank 0 speaks for all
@@ -173,7 +173,7 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
         print(f"error: {_shortened(message)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        if _speaks():
+        if rank == "0":
             print(interrupted, file=sys.stderr)
         sys.exit(130)
     except OSError:

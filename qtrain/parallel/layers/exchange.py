@@ -193,16 +193,16 @@ def _column_scale(t: Tensor, columns: OperandFormat, power_of_two: bool, group: 
 
 def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: RankGroup) -> Operands:
     """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
-    scheme, groups = linear.scheme, linear.groups
-    if not gathers_routed_codes(scheme, needs):
+    groups, request = linear.groups, linear.request("x", needs)
+    if not gathers_routed_codes(linear.scheme, needs):
         tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
-        return quantize_operands(tokens, linear.request("x", needs))
+        return quantize_operands(tokens, request)
     # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
-    request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    operands = _routed_operands(TokenExchange(group).quantize(x, request).codes, groups, linear.request("x", needs))
+    of_tokens = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
+    operands = _routed_operands(TokenExchange(group).quantize(x, of_tokens).codes, groups, request)
     if linear.observe is not None:  # looks at the values too
         tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
-        linear.observe(linear.request("x", needs), tokens, operands)
+        linear.observe(request, tokens, operands)
     return operands
 
 
