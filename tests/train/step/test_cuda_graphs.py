@@ -114,10 +114,11 @@ def train(
 def test_the_host_waits_once_a_step(monkeypatch):
     """For the loss and the norm; the optimizer is prepared by then."""
     waits: list[int] = []
+    compute = compute_gradients
 
     def counted(*arguments, **named):
         waits.append(len(seen))
-        return compute_gradients(*arguments, **named)
+        return compute(*arguments, **named)
 
     monkeypatch.setitem(globals(), "compute_gradients", counted)
     with warnings.catch_warnings(record=True) as seen:
