@@ -69,15 +69,15 @@ def sum_in_order_ref(terms: Tensor | Sequence[Tensor]) -> Tensor:
     return total.to(terms[0].dtype)
 
 
-def sum_in_order(terms: Tensor | Sequence[Tensor]) -> Tensor:
+def sum_in_order(terms: Tensor | Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """terms, [R, L] or R tensors of [L], of one float dtype -> their sum [L], added in fp32 one after the other and
-    rounded once. Of one term the term itself."""
-    if len(terms) == 1:
-        return terms[0]
-    if not (isinstance(terms, Tensor) and terms.is_cuda and terms.is_contiguous() and len(terms) <= 64):
-        return sum_in_order_ref(terms)
-    launch_add_in_order(out := torch.empty_like(terms[0]), terms, new=True)
-    return out
+    rounded once. Of one term the term itself. out: contiguous [L] of any float dtype, for the sum."""
+    if isinstance(terms, Tensor) and terms.is_cuda and terms.is_contiguous() and 1 < len(terms) <= 64:
+        out = torch.empty_like(terms[0]) if out is None else out
+        launch_add_in_order(out, terms, new=True)
+        return out
+    total = terms[0] if len(terms) == 1 else sum_in_order_ref(terms)
+    return total if out is None else out.copy_(total)
 
 
 def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,9 @@ def check_kernel(device: str, dtype: torch.dtype) -> None:
         found = torch.empty_like(terms[0], device=device)
         launch_add_in_order(found, terms.to(device), new=True)
         torch.testing.assert_close(found.cpu(), sum_in_order_ref(terms), rtol=0, atol=0, equal_nan=True)
+        given = torch.zeros_like(found)
+        assert sum_in_order(terms.to(device), given) is given
+        torch.testing.assert_close(given.cpu(), found.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpreter

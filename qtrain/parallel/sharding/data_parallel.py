@@ -239,17 +239,20 @@ class DataParallel:
             self.after_unit = after_unit
             self.abort_micro_batch()
 
-    def reduce_group(self, index: int) -> None:
-        """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
+    def reduce_group(self, index: int, *, recorded: bool = False) -> None:
+        """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums.
+        recorded: as in `end_micro_batch`."""
         if self._parts is not None:
             self._parts.complete_gradients(index)
         if self._reduction is not None:
-            self._reduction.add_group(index, self._micro_step(self._index), first=self._index == 0)
+            first = self._index == 0
+            self._reduction.add_group(index, self._micro_step(self._index), first=first, recorded=recorded)
         if self._host is not None:
             self._host.add_group(index, first=self._index == 0)
 
-    def end_micro_batch(self, index: int) -> None:
-        """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
+    def end_micro_batch(self, index: int, *, recorded: bool = False) -> None:
+        """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first. recorded: they are
+        in the memory of a CUDA graph, where the next step's replay writes them."""
         if self.partitions:
             return
         # Added locally, ranks meet once a step; kept in order, after every micro-batch.
@@ -257,7 +260,7 @@ class DataParallel:
         if self.adds_locally and not last:
             return
         # All parameters are one group without full sharding; with it the units' gradients are added already.
-        self.reduce_group(0 if self.full_shard is None else self.full_shard.blocks)
+        self.reduce_group(0 if self.full_shard is None else self.full_shard.blocks, recorded=recorded)
         if last and self._reduction is not None:
             self._reduction.finish()
         if last and self._host is not None:

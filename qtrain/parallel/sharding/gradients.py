@@ -72,18 +72,20 @@ class GradientReduction:
         if on_host is not None:
             self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
-    def add_group(self, index: int, micro_step: int = 0, *, first: bool = True) -> None:
+    def add_group(self, index: int, micro_step: int = 0, *, first: bool = True, recorded: bool = False) -> None:
         """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
-        micro-batch in the run, which keys random bits; first: of a step."""
+        micro-batch in the run, which keys random bits; first: of a step; recorded: the gradients are in the memory of
+        a CUDA graph, which nothing else can use, so that the sums of large parameters go there too."""
         for bucket in self._groups[index]:
             # Every message of a step draws bits of its own: neighboring buckets are `messages` numbers apart.
             number = bucket.first_number + self._buckets.index(bucket) * self._messages
+            memory = bucket.gradient_memory() if recorded and not self._keeps_sums else None
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 self._add(bucket, received, first)
             else:
                 # Rank 0's term first: the order of a process alone.
-                bucket.give(sum_in_order(received))
+                bucket.give(sum_in_order(received, None if memory is None else memory[: bucket.own]), memory)
 
     def _add(self, bucket: "_Bucket", received: Tensor | list[Tensor], first: bool) -> None:
         """received: terms [n] of this rank's part alone, for its sum."""
@@ -152,6 +154,8 @@ class _Bucket:
         ]
         # In the order of data ranks: replicate rank * shard + shard rank.
         self._sizes = [high - low for low, high in parts]
+        self.own = self._sizes[mesh.dp_rank]
+        """Elements that this rank sums."""
         self._stages, order = self._plan_stages(by_machine)
         self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
         alone = members[0].receiver if len(members) == 1 else None
@@ -172,6 +176,13 @@ class _Bucket:
         inter_sizes = tuple(sizes[d] for d in counterparts[number])
         between = _Stage(machines.inter_node_group, inter_sizes, sizes[me], "gradients of machines", machines.ranks)
         return [inside, between], [d for ranks in counterparts for d in ranks]
+
+    def gradient_memory(self) -> Tensor | None:
+        """The gradient of the only parameter, flat, where it is the message as it lies in memory; None: there is none,
+        or it is not."""
+        gradient = self._members[0].receiver.grad
+        sent_alone = self._in_order and self._members[0].terms is None and self._mesh.dp_size > 1
+        return gradient.view(-1) if sent_alone and gradient is not None and gradient.is_contiguous() else None
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
         """Terms to be added, [n] each, whose sum is that of all ranks' gradients of the elements that this rank sums.
@@ -222,14 +233,15 @@ class _Bucket:
         to_ranks = zip(*(torch.cat(term_pieces).split(self._stages[0].sizes) for term_pieces in pieces), strict=True)
         return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
 
-    def give(self, part: Tensor) -> None:
+    def give(self, part: Tensor, memory: Tensor | None = None) -> None:
         """Set the masters' gradients from this rank's part of its shard, summed in fp32 and rounded here if it is not
-        yet."""
+        yet. memory: for the whole shard, flat; None: allocate it."""
         part = part.to(self.dtype)
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]  # of this shard's parts, by replica
             # Replicas have summed a part each: a reduce-scatter over all, then an all-gather among those of a shard.
-            part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
+            parts = gather(part, sizes, self._mesh.replicate_group, "gradients")
+            part = torch.cat(parts, out=None if memory is None else memory[: sum(sizes)])
         ends = [0]
         for m in self._members:
             ends.append(ends[-1] + m.bounds[self._mesh.shard_rank + 1] - m.bounds[self._mesh.shard_rank])

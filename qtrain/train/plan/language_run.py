@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from qtrain.comm.wire import ALONE_BYTES
 from qtrain.models import ModelConfig
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
 from qtrain.models.cost.memory import MemoryEstimate, estimate_memory
@@ -180,6 +181,13 @@ class LanguageRun:
             return of_layer(kinds)
         return replace(of_layer(kinds), layers=tuple(map(of_layer, layers)))
 
+    @property
+    def _sums_in_place(self) -> bool:
+        """Whether the sums of gradients that are sent alone are in the memory of the recorded gradients."""
+        settings, replicas = self.settings, self.checked.mesh.replicate
+        once_a_step = not (settings.deterministic or settings.optimizer_in_backward or self.checked.reshards)
+        return once_a_step and replicas == 1 and records_steps(settings)
+
     def _rank_share(self, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]) -> RankShare:
         """What the fullest rank holds; where one process has layers in host memory, nothing of them. codes_only:
         shapes of the weights of which ranks hold codes and a master."""
@@ -210,10 +218,17 @@ class LanguageRun:
 
         # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.
         # Experts that are not sharded further keep their gradients, as all else does without shards.
-        gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
+        summed = [s for s in shapes if not (self._sums_in_place and _is_sent_alone(s, checked.dtype.itemsize))]
+        gradients = 0.0 if mesh.shard == 1 else fullest(summed, whole=0.0)
+        gradients *= sum(s.elements for s in summed) / max(sum(s.elements for s in shapes), 1)
         states = fullest(shapes)
         own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
         return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
+
+
+def _is_sent_alone(shape: ParameterShape, element: int) -> bool:
+    """Whether the gradient of such a parameter is a message of its own (`parallel/sharding/gradients.py`)."""
+    return len(shape.shape) > 1 and element * shape.elements >= ALONE_BYTES * shape.count
 
 
 def _packs_examples(settings: LanguageSettings) -> bool:

@@ -82,6 +82,8 @@ class StepGraphs:
         self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
         self._runs: dict[object, int] = {}
         self._refused = self._updated = False
+        self.replayed = False
+        """Whether the last micro-batch was: the gradients are in the graphs' memory."""
         self._assignments = quantized.assignments
 
     @property
@@ -92,6 +94,7 @@ class StepGraphs:
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones, or
         within the backward pass to the sums of all ranks."""
+        self.replayed = False
         if not self._fits(batch, accumulate):
             return forward_backward(self._forward, batch, trained, self._parallel)
         # A graph reads fixed addresses: this micro-batch goes into its static inputs.
@@ -110,6 +113,7 @@ class StepGraphs:
             self._gradients[accumulate] = [p.grad for p in self._parameters]
         graph, nll = self._micro_steps[accumulate]
         graph.replay()
+        self.replayed = True
         # The optimizer has set them to None; the graph has written to the memory that they had.
         for p, gradient in zip(self._parameters, self._gradients[accumulate], strict=True):
             p.grad = gradient

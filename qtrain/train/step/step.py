@@ -64,7 +64,7 @@ def compute_gradients(
             nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
         if clock is not None and index == len(batches) - 1:
             clock.mark("forward_backward")
-        parallel.end_micro_batch(index)
+        parallel.end_micro_batch(index, recorded=graphs is not None and graphs.replayed)
     if clock is not None and parallel.mesh.dp_size > 1:
         clock.mark("communication")
     squares = in_backward.finish() if in_backward is not None else None

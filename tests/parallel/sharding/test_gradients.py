@@ -30,6 +30,7 @@ def _reduce(
     wire: str,
     by_machine: bool = True,
     on_host: bool = False,
+    recorded: bool = False,
 ) -> dict:
     mesh = make_mesh(replicate, shard, "cpu")
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
@@ -48,17 +49,20 @@ def _reduce(
         for micro_batch in range(micro_batches):
             for name, p in parameters.items():
                 p.grad = _gradient(name, mesh.rank, micro_batch) * (2 - step)
-            reduction.add_group(0, micro_batch, first=micro_batch == 0)
+            memory = {name: p.grad for name, p in parameters.items()}
+            reduction.add_group(0, micro_batch, first=micro_batch == 0, recorded=recorded)
             assert all(p.grad is None for p in parameters.values() if mesh.shard > 1)
         reduction.finish()
-    found = {}
+    found, in_place = {}, {}
     for s in sharded:
         grad = s.master.grad
         if grad is not None:
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             assert [local.shape] == [t.shape for t in local_tensors(s.master)]
+            in_place[s.name] = local.data_ptr() == memory[s.name].data_ptr()
             found[s.name] = (s.bounds[mesh.shard_rank], local.float().flatten().tolist())
-    return {"grads": found, "sent": sent["gradients"], "of machines": sent["gradients of machines"]}
+    sizes = {"sent": sent["gradients"], "of machines": sent["gradients of machines"]}
+    return {"grads": found, "in place": in_place, **sizes}
 
 
 def _whole(results: list[dict], name: str, replicas: list[list[int]]) -> torch.Tensor:
@@ -99,6 +103,19 @@ def test_sums_are_rounded_in_their_own_memory(dtype, elements, monkeypatch):
     expected = sums.to(dtype)
     rounded = gradients.rounded_in_place(sums, dtype)
     assert torch.equal(rounded, expected) and rounded.data_ptr() == sums.data_ptr()
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("wire", ["exact", pytest.param("int8", marks=pytest.mark.sweep)])
+def test_sums_of_recorded_gradients_are_in_their_memory(replicate, shard, wire, monkeypatch):
+    """Of parameters that are sent alone and as they lie in memory; the same bits."""
+    monkeypatch.setattr(gradients, "ALONE_BYTES", 1)
+    case = (replicate * shard, _reduce, replicate, shard, 1, False, wire, True, False)
+    results, expected = run_ranks(*case, True), run_ranks(*case)
+    for result, other in zip(results, expected, strict=True):
+        assert result["grads"] == other["grads"]
+        in_order = replicate == 1 or shard == 1  # else the parts of two shards follow each other in a message
+        assert all(result["in place"].values()) == in_order and not any(other["in place"].values())
 
 
 @pytest.mark.parametrize("wire", GRADIENT_WIRES)
