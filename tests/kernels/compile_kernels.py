@@ -45,6 +45,8 @@ from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_long_sums
 from qtrain.kernels.grouped.token_permutation import launch_group_rows
 from qtrain.kernels.grouped.topk import launch_topk
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
+from qtrain.kernels.norm.qkv_rope import launch_qkv_rope, launch_qkv_rope_backward
+from qtrain.kernels.norm.rms_norm import launch_rms_norm_backward
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
@@ -248,6 +250,12 @@ def swiglus() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     for dtype in (BF16, FP32):
+        for width in (896, 3584, 16384):
+            x, weight = zeros(64, width, dtype=dtype), zeros(width, dtype=dtype)
+            yield (
+                dtype is BF16 and width == 896,
+                lambda x=x, w=weight: launch_rms_norm_backward(x, x, x, w, 1e-6),
+            )
         for heads, kv_heads, head_dim in ((32, 4, 128), (6, 3, 96)):
             qkv, weight = zeros(2, 64, (heads + 2 * kv_heads) * head_dim, dtype=dtype), zeros(head_dim, dtype=dtype)
             table = zeros(64, 1, head_dim // 2, dtype=FP32)
@@ -256,6 +264,8 @@ def norms() -> Iterator[Case]:
             some = dtype is BF16 and heads == 32
             yield some, lambda s=shared, h=heads: launch_qk_norm_rope(*s, h, 1e-6)
             yield some, lambda s=shared, g=(dq, dk, dv): launch_qk_norm_rope_backward(*g, *s, 1e-6)
+            yield some, lambda x=qkv, t=table, h=heads, d=head_dim: launch_qkv_rope(x, t, t, h, d)
+            yield some, lambda t=table, g=(dq, dk, dv): launch_qkv_rope_backward(*g, t, t)
 
 
 def gemms() -> Iterator[Case]:

@@ -17,51 +17,30 @@ Memory-bound. Bytes per token, of b-byte elements, with H query and KV key heads
 The kernels take 82 and 140 us there, Inductor 176 and 370 us: it reads q and k once for the norm and once for the
 rotation, and writes the gradients of q, k and v before it concatenates them.
 
-A tile [ROWS, D/2], once for each half, holds the same few heads of one or more tokens. The lanes of a row are in one
-warp, so that sums over a head need no barrier, and all tensors have the shape of a tile, so that none changes its
-layout. A CTA loads cos and sin of a tile's tokens once, and goes through their heads. Its tokens lie far apart: CTAs
-stay, as many as fit on the GPU at once, and all have the same work. In backward each adds up the gradients of the
+In backward each CTA adds up the gradients of the
 weights, and a second launch adds up those of the CTAs, in a fixed order.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware.capabilities import sm_count
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.norm.head_tiles import (
+    WARPS,
+    Occupancy,
+    contiguous,
+    head_offset,
+    head_tiling,
+    heads_of,
+    load_halves,
+    rows_of_tile,
+    store_halves,
+)
 
-ELEMENTS, WARPS = 1024, 2
-"""Of a tile, and of a CTA: a thread holds eight elements of each half."""
-
-
-class _Occupancy(NamedTuple):
-    """CTAs that share an SM, and registers per thread that let them."""
-
-    ctas: int
-    registers: int
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A tile of both kernels, as one constexpr."""
-
-    heads: int
-    kv_heads: int
-    q_heads: int
-    """Heads of q that a tile has, a power of two that divides them; of k."""
-    k_heads: int
-    head_dim: int
-    rows: int
-    """Rows of a tile: (token, head) pairs."""
-    block: int
-    """Half a head, rounded up to a power of two."""
-
-
-FORWARD, BACKWARD = _Occupancy(16, 64), _Occupancy(10, 96)
+FORWARD, BACKWARD = Occupancy(16, 64), Occupancy(10, 96)
 
 
 # ---- the definition --------------------------------------------------------------------------------------------------
@@ -73,7 +52,7 @@ def qk_norm_rope_ref(
     """qkv [B, S, (H + 2 KV) D], weights [D], cos, sin fp32 [S, 1, D/2] or [B, S, 1, D/2] -> q [B, S, H, D], k [B, S,
     KV, D] in qkv's dtype; computed in fp32, rounded once."""
     outs = []
-    for x, weight in zip(_heads(qkv, len(q_weight), heads), (q_weight, k_weight), strict=False):
+    for x, weight in zip(heads_of(qkv, len(q_weight), heads), (q_weight, k_weight), strict=False):
         x = x.float()
         first, second = (x * _inverse_rms(x, eps) * weight.float()).chunk(2, dim=-1)  # [B, S, heads, D / 2] each
         out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -88,7 +67,7 @@ def qk_norm_rope_backward_ref(
     """dq [B, S, H, D], dk, dv [B, S, KV, D], the rest as in `qk_norm_rope_ref` -> dqkv like qkv, and fp32 [2, D]: the
     gradients of q_weight and k_weight."""
     grads, dweights = [], []
-    per_kind = zip(_heads(qkv, len(q_weight), dq.shape[2]), (q_weight, k_weight), (dq, dk), strict=False)
+    per_kind = zip(heads_of(qkv, len(q_weight), dq.shape[2]), (q_weight, k_weight), (dq, dk), strict=False)
     for x, weight, dy in per_kind:
         x = x.float()
         r = _inverse_rms(x, eps)
@@ -101,37 +80,11 @@ def qk_norm_rope_backward_ref(
     return torch.cat([t.flatten(2) for t in (*grads, dv)], dim=-1), torch.stack(dweights)
 
 
-def _heads(qkv: Tensor, head_dim: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q [B, S, H, D], k and v [B, S, KV, D]."""
-    all_heads = qkv.unflatten(-1, (-1, head_dim))
-    kv_heads = (all_heads.shape[2] - heads) // 2
-    q, k, v = all_heads.split([heads, kv_heads, kv_heads], dim=2)
-    return q, k, v
-
-
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rows_of_tile(HEADS_PER_TILE: tl.constexpr, ROWS: tl.constexpr):
-    """Token and head of each row [ROWS, 1] of a tile."""
-    row = tl.arange(0, ROWS)[:, None]
-    return row // HEADS_PER_TILE, row % HEADS_PER_TILE
-
-
-@triton.jit
-def _load_halves(ptrs, inside, HALF: tl.constexpr):
-    return tl.load(ptrs, inside, 0.0).to(tl.float32), tl.load(ptrs + HALF, inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_halves(ptrs, first, second, inside, HALF: tl.constexpr):
-    tl.store(ptrs, first.to(ptrs.dtype.element_ty), inside)
-    tl.store(ptrs + HALF, second.to(ptrs.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -155,9 +108,9 @@ def _forward_heads(
     BLOCK: tl.constexpr = TILE.block
     HALF: tl.constexpr = D // 2
     TOKENS: tl.constexpr = ROWS // HEADS_PER_TILE
-    token_of_row, head = _rows_of_tile(HEADS_PER_TILE, ROWS)
+    token_of_row, head = rows_of_tile(HEADS_PER_TILE, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)
+    w1, w2 = load_halves(weight_ptr + column, column < HALF, HALF)
     for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
         token = start + token_of_row
         inside = (token < tokens) & (column < HALF)
@@ -166,10 +119,10 @@ def _forward_heads(
         token = token.to(tl.int64)  # from here on: qkv may have more than 2**31 elements
         x_ptrs, out_ptrs = x_ptr + token * width + head * D + column, out_ptr + (token * HEADS + head) * D + column
         for _ in range(HEADS // HEADS_PER_TILE):
-            x1, x2 = _load_halves(x_ptrs, inside, HALF)
+            x1, x2 = load_halves(x_ptrs, inside, HALF)
             r = _inverse_rms_of(x1, x2, eps, D)
             n1, n2 = x1 * r * w1, x2 * r * w2
-            _store_halves(out_ptrs, n1 * cos - n2 * sin, n2 * cos + n1 * sin, inside, HALF)
+            store_halves(out_ptrs, n1 * cos - n2 * sin, n2 * cos + n1 * sin, inside, HALF)
             x_ptrs += HEADS_PER_TILE * D
             out_ptrs += HEADS_PER_TILE * D
 
@@ -183,18 +136,12 @@ def _qk_norm_rope_kernel(
     # [T, H, D], [T, KV, D], of qkv's dtype.
     q_ptr, k_ptr, tokens, table_rows, eps, TILE: tl.constexpr,
 ):  # fmt: skip
-    """q, then k. TILE: a `_Tile`."""
+    """q, then k. TILE: a `HeadTile`."""
     width: tl.constexpr = (TILE.heads + 2 * TILE.kv_heads) * TILE.head_dim
     sizes = tokens, width, table_rows
     _forward_heads(x_ptr, q_weight_ptr, tables, q_ptr, sizes, eps, TILE.heads, TILE.q_heads, TILE)
     k_x_ptr = x_ptr + TILE.heads * TILE.head_dim
     _forward_heads(k_x_ptr, k_weight_ptr, tables, k_ptr, sizes, eps, TILE.kv_heads, TILE.k_heads, TILE)
-
-
-@triton.jit
-def _at(batch, position, head, strides):
-    """The offset of a head in a gradient, int64."""
-    return batch * strides[0] + position * strides[1] + head.to(tl.int64) * strides[2]
 
 
 @triton.jit
@@ -217,9 +164,9 @@ def _backward_heads(
     BLOCK: tl.constexpr = TILE.block
     HALF: tl.constexpr = D // 2
     TOKENS: tl.constexpr = ROWS // HEADS_PER_TILE
-    token_of_row, head = _rows_of_tile(HEADS_PER_TILE, ROWS)
+    token_of_row, head = rows_of_tile(HEADS_PER_TILE, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)  # fp32 [1, BLOCK], in registers for all tokens
+    w1, w2 = load_halves(weight_ptr + column, column < HALF, HALF)  # fp32 [1, BLOCK], in registers for all tokens
     total1, total2 = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
         token = start + token_of_row
@@ -229,12 +176,12 @@ def _backward_heads(
         batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
         at = token.to(tl.int64) * width + head * D + column
         x_ptrs, dx_ptrs = x_ptr + at, dx_ptr + at
-        dy_ptrs = dy_ptr + _at(batch, position, head, dy_strides) + column
+        dy_ptrs = dy_ptr + head_offset(batch, position, head, dy_strides) + column
         if dv_ptr is not None:
-            dv_ptrs = dv_ptr + _at(batch, position, head, dv_strides) + column
+            dv_ptrs = dv_ptr + head_offset(batch, position, head, dv_strides) + column
         for _ in range(HEADS // HEADS_PER_TILE):
-            x1, x2 = _load_halves(x_ptrs, inside, HALF)
-            dy1, dy2 = _load_halves(dy_ptrs, inside, HALF)
+            x1, x2 = load_halves(x_ptrs, inside, HALF)
+            dy1, dy2 = load_halves(dy_ptrs, inside, HALF)
             dn1, dn2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin  # rotated back: the transpose of the rotation
             r = _inverse_rms_of(x1, x2, eps, D)
             g1, g2 = dn1 * w1, dn2 * w2
@@ -242,10 +189,10 @@ def _backward_heads(
             mean = tl.sum(g1 * x1 + g2 * x2, 1, keep_dims=True) * (1.0 / D) * r * r
             total1 += dn1 * (x1 * r)
             total2 += dn2 * (x2 * r)
-            _store_halves(dx_ptrs, r * (g1 - x1 * mean), r * (g2 - x2 * mean), inside, HALF)
+            store_halves(dx_ptrs, r * (g1 - x1 * mean), r * (g2 - x2 * mean), inside, HALF)
             if dv_ptr is not None:
                 dv1, dv2 = tl.load(dv_ptrs, inside), tl.load(dv_ptrs + HALF, inside)
-                _store_halves(dx_ptrs + HEADS * D, dv1, dv2, inside, HALF)
+                store_halves(dx_ptrs + HEADS * D, dv1, dv2, inside, HALF)
                 dv_ptrs += HEADS_PER_TILE * dv_strides[2]
             x_ptrs += HEADS_PER_TILE * D
             dx_ptrs += HEADS_PER_TILE * D
@@ -264,7 +211,7 @@ def _qk_norm_rope_backward_kernel(
     # Like qkv; fp32 [CTAs, 2, D], each CTA's term of the weights' gradients.
     dx_ptr, dweight_ptr, tokens, seq, table_rows, eps, TILE: tl.constexpr,
 ):  # fmt: skip
-    """q, then k and v. TILE: a `_Tile`."""
+    """q, then k and v. TILE: a `HeadTile`."""
     width: tl.constexpr = (TILE.heads + 2 * TILE.kv_heads) * TILE.head_dim
     # The terms are summed by a second launch, in a fixed order: atomics would make gradients depend on timing.
     dweight_ptr += tl.program_id(0) * (2 * TILE.head_dim)
@@ -283,16 +230,6 @@ def _qk_norm_rope_backward_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim: int, per_sm: int) -> tuple[int, _Tile]:
-    """How many CTAs to launch, and the kernels' tile."""
-    block = triton.next_power_of_2(head_dim // 2)
-    rows = max(1, ELEMENTS // (2 * block))
-    q_heads, k_heads = (min(rows, count & -count) for count in heads)  # the largest power of two that divides the heads
-    # At most a CTA for each tile of q or of k, whichever has more.
-    ctas = min(triton.cdiv(tokens * max(q_heads, k_heads), rows), per_sm * sm_count(device))
-    return ctas, _Tile(*heads, q_heads, k_heads, head_dim, rows, block)
-
-
 def launch_qk_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -301,7 +238,7 @@ def launch_qk_norm_rope(
     kv_heads = (width // head_dim - heads) // 2
     q, k = qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
     if tokens := batch * seq:
-        ctas, tile = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
+        ctas, tile = head_tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
         _qk_norm_rope_kernel[(ctas,)](
             qkv, q_weight, k_weight, (cos, sin), q, k, tokens, table_rows=cos.numel() // (head_dim // 2), eps=eps,
             TILE=tile, num_warps=WARPS, maxnreg=FORWARD.registers,
@@ -318,7 +255,7 @@ def launch_qk_norm_rope_backward(
     dqkv, tokens = torch.empty_like(qkv), batch * seq
     if not tokens:
         return dqkv, qkv.new_zeros(2, head_dim, dtype=torch.float32)
-    ctas, tile = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, BACKWARD.ctas)
+    ctas, tile = head_tiling(qkv.device, tokens, (heads, kv_heads), head_dim, BACKWARD.ctas)
     dweights = qkv.new_empty(ctas, 2, head_dim, dtype=torch.float32)
     _qk_norm_rope_backward_kernel[(ctas,)](
         dq, dk, dv, dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], qkv, q_weight, k_weight, cos, sin, dqkv,
@@ -343,7 +280,7 @@ def _qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     if not qkv.is_cuda or forced() == "ref":
         return qk_norm_rope_ref(qkv, q_weight, k_weight, cos, sin, heads, eps)
-    return launch_qk_norm_rope(*_contiguous(qkv, q_weight, k_weight, cos, sin), heads=heads, eps=eps)
+    return launch_qk_norm_rope(*contiguous(qkv, q_weight, k_weight, cos, sin), heads=heads, eps=eps)
 
 
 def _empty_qk_norm_rope_backward(qkv, q_weight):
@@ -359,11 +296,7 @@ def _qk_norm_rope_backward(
     if not qkv.is_cuda or forced() == "ref":
         return qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
     grads = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
-    return launch_qk_norm_rope_backward(*grads, *_contiguous(qkv, q_weight, k_weight, cos, sin), eps=eps)
-
-
-def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.contiguous() for t in tensors)
+    return launch_qk_norm_rope_backward(*grads, *contiguous(qkv, q_weight, k_weight, cos, sin), eps=eps)
 
 
 class QKNormRopeFunction(torch.autograd.Function):
@@ -374,7 +307,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.eps = eps
         q, k = _qk_norm_rope(qkv, q_weight, k_weight, cos, sin, heads, eps)
-        return q, k, _heads(qkv, len(q_weight), heads)[2]
+        return q, k, heads_of(qkv, len(q_weight), heads)[2]
 
     @staticmethod
     def backward(ctx: Any, dq, dk, dv):

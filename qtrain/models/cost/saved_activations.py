@@ -18,7 +18,7 @@ of kinds ["norm", "swiglu"] and ["block"]; other sets follow below:
     gate_up output              2·I·b            2·I·b         2·I·b            again
     silu(gate)·up (down's X)    I·b              I·b           again            again
     down output                 -                -             eager: C·b       again
-    norms' 1/rms                8 (***)          8 (***)       again            again
+    norms' 1/rms                - (***)          - (***)       again            again
 
 Low-bit linears keep codes instead of their X (`LinearBytes.kept_input`), and nothing of down's X where backward
 recomputes it (`LowBitBytes.down_input_recomputed`).
@@ -30,7 +30,7 @@ BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and t
 compiler does not recompute the kernel that makes it.
 
 (*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
-sum is recomputed. (***) with QK-norm over all heads together 8 more; the kernel that norms each head keeps none. The
+sum is recomputed. (***) with QK-norm over all heads together 8; the kernels of a layer's norms and of each head's keep none. The
 compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes elementwise results,
 but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures what real layers
 keep.
@@ -40,7 +40,7 @@ Other kinds (`native/recompute.py`), in the half of the layer that recomputes so
     qkv            no qkv output
     attention      no attention output, no logsumexp
     ffn            no gate_up output, no down output
-    not norm       the norm's output (C·b), 4 bytes of 1/rms. Compiled, a low-bit linear's X is computed again from
+    not norm       the norm's output (C·b). Compiled, a low-bit linear's X is computed again from
                    after attention, or the layer input, instead. Eager, after attention twice where attention recomputes
     norm alone     silu(gate)·up too, as one operator computes it: of low-bit linears the codes of down's X, eager those
                    that forward reads too
@@ -153,7 +153,7 @@ class LayerShape(NamedTuple):
 
     def region_input(self, name: str) -> float:
         """Bytes of the output of a norm that is not recomputed, where a region begins with the linear `name`."""
-        # Compiled, the codes of a low-bit linear's input are computed again from the norm's input and statistics.
+        # Compiled, the codes of a low-bit linear's input are computed again from the norm's input.
         coded = self.compiled and self.low_bit.layer[name].kept_input is not None
         return 0 if coded else self.config.hidden_size * self.element
 
@@ -179,8 +179,8 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     kept = _attention_output(shape, q)
     if kinds & ATTENTION_KINDS:
         return kept | _attention_region(shape, "qkv", {"qkv output": qkv})
-    # fp32 1/rms of attn_norm, and of BitNet's norm before o_proj.
-    kept["attention's norm statistics"] = 4 + 4 * config.sub_norm
+    # fp32 1/rms of BitNet's norm before o_proj.
+    kept["attention's norm statistics"] = 4 * config.sub_norm
     if config.qk_norm:
         kept["qk-norm statistics"] = 8 * (config.qk_norm == "whole")  # those of heads are computed again
         kept["qkv output"] = qkv
@@ -205,8 +205,8 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
         outputs = {"q_b and kv_b outputs": sum(linears[name].out_features for name in inner) * element}
         return kept | _attention_region(shape, "qkv_a", qkv_a | outputs)
     kept |= qkv_a
-    # fp32 1/rms of attn_norm, and of the norms of latent vectors.
-    kept["attention's norm statistics"] = 4 + 4 * len(inner)
+    # fp32 1/rms of the norms of latent vectors.
+    kept["attention's norm statistics"] = 4 * len(inner)
     kept["q, k and v"] = attention_input_size(config) * element
     kept["latent vectors"] = sum(linears[name].in_features * shape.input_bytes(name) for name in inner)
     kept["attn_norm output"] = config.hidden_size * shape.input_bytes("qkv_a")
@@ -228,7 +228,7 @@ def _attention_region(shape: LayerShape, first: str, products: Mapping[str, floa
     kept = {} if "qkv" in shape.kinds else dict(products)
     if "norm" in shape.kinds:
         return kept
-    return {**kept, "attention's norm statistics": 4, "attention's input": shape.region_input(first)}
+    return {**kept, "attention's input": shape.region_input(first)}
 
 
 def _mlp(shape: LayerShape) -> dict[str, float]:
@@ -241,7 +241,7 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
             inner * shape.swiglu_output("down_proj"),
         )
         return _mlp_region(shape, gate_up | products, shape.region_input("gate_up"), swiglu)
-    kept = {**gate_up, "MLP's norm statistics": 4 + 4 * config.sub_norm}
+    kept = {**gate_up, "MLP's norm statistics": 4 * config.sub_norm}
     kept["mlp_norm output"] = c * shape.input_bytes("gate_up")
     kept["down input"] = 0 if shape.recomputes_down_input else inner * shape.input_bytes("down_proj")
     kept["down norm input"] = inner * element * config.sub_norm
@@ -261,7 +261,7 @@ def _mixture(shape: LayerShape, rows: float) -> dict[str, float]:
         swiglu = rows * mixture.width * shape.swiglu_output("experts.down_proj")
         swiglu += shared * shape.swiglu_output("shared.down_proj") if shared else 0
         return _mlp_region(shape, products, c * element, swiglu)
-    kept = {**products, "MLP's norm statistics": 4}
+    kept = dict(products)
     kept["routing"] = 8 * mixture.experts + 16 * mixture.per_token + 4 * rows
     kept["mlp_norm output"] = c * element
     kept["experts' input"] = rows * c * shape.input_bytes("experts.gate_up")
@@ -284,5 +284,5 @@ def _mlp_region(
     if not kinds & {"swiglu", "ffn"}:
         kept["SwiGLU output"] = swiglu
     if "norm" not in kinds:
-        kept |= {"MLP's norm statistics": 4, "MLP's input": region_input}
+        kept["MLP's input"] = region_input
     return kept

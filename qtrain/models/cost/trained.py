@@ -129,7 +129,9 @@ class TrainedPart:
         found["experts' inputs times A"] = element * rows * sum(padded_rank(a.columns) for a in experts)
         found["experts' dropout"] = rows * sum(a.in_features for a in experts) * self.dropout
         if self.dora:
-            scaled = sum(a.out_features for a in self.adapters if a.name in ("qkv", "down_proj"))
+            # In a region o_proj's is kept in place of the stream after attention.
+            own = {"qkv", "down_proj"} if kinds else {"qkv", "down_proj", "o_proj"}
+            scaled = sum(a.out_features for a in self.adapters if a.name in own)
             found["scaled by DoRA"] = element * scaled
         return found
 

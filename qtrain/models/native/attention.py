@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
+from qtrain.kernels.norm.qkv_rope import qkv_rope
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.rope import rotate
 from qtrain.models.native.row_attention import attend_rows, causal, flash_rows, flash_takes
@@ -153,15 +154,15 @@ class Attention(nn.Module):
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [B, S, heads, D] of qkv [B, S, C]; q and k normed, where the model norms them, and rotated."""
+        heads = self.split_sizes[0] // self.head_dim
         if self.norms_heads and qkv.is_cuda:
-            heads = self.split_sizes[0] // self.head_dim
             return qk_norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, cos, sin, heads, self.q_norm.eps)
+        if self.q_norm is None:
+            return qkv_rope(qkv, cos, sin, heads, self.head_dim)
         q, k, v = qkv.split(self.split_sizes, dim=-1)
-        if self.q_norm is not None and not self.norms_heads:
+        if not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        if self.q_norm is None:
-            v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
-        elif self.norms_heads:  # PyTorch's operations are faster than the kernel's reference
+        if self.norms_heads:  # PyTorch's operations are faster than the kernel's reference
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.cross_entropy import IGNORED
+from qtrain.kernels.norm.rms_norm import residual_norm
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo, SequencePart, attention_mask
 from qtrain.models.native.distillation import Distillation
@@ -53,10 +54,12 @@ class DecoderLayer(nn.Module):
         return self.mlp_half(self.attention_half(x, info), info)
 
     def attention_half(self, x: Tensor, info: SequenceInfo) -> Tensor:
-        return x + self.regions.attention(self.attn, self.attn_norm(x), info)
+        x, normed = residual_norm(x, self.attn_norm.weight, self.attn_norm.eps)
+        return x + self.regions.attention(self.attn, normed, info)
 
     def mlp_half(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor | Routed:
-        y, *router_out = outputs(self.regions.mlp(self.mlp, self.mlp_norm(x), info))
+        x, normed = residual_norm(x, self.mlp_norm.weight, self.mlp_norm.eps)
+        y, *router_out = outputs(self.regions.mlp(self.mlp, normed, info))
         return (x + y, *router_out) if router_out else x + y
 
     def compile(self, **options: Any) -> None:

@@ -42,6 +42,7 @@ NAMES = {
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass": "attention",
     "triton_tem_fused_flex_attention_0": "attention",
     "_qk_norm_rope_backward_kernel": "norm and RoPE",
+    "_qkv_rope_kernel": "norm and RoPE",
     "triton_per_fused__fused_rms_norm__fused_rms_norm_backward_0": "norm and RoPE",
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": "norm and RoPE",
     NATIVE + "(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>": "norm and RoPE",

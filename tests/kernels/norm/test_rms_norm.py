@@ -1,0 +1,108 @@
+"""The residual's norm: gradients no further from fp64 than PyTorch's norm and sum, in any shape."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qtrain.kernels.norm.rms_norm import launch_rms_norm_backward, residual_norm, rms_norm_backward_ref
+from qtrain.models.native.recompute import selective_contexts
+from tests.kernels.norm.test_qk_norm_rope import worst_error
+
+EPS = 1e-6
+
+CASES = [((7, 64), "normal"), ((1, 128), "normal"), ((5, 96), "outlier"), ((6, 33), "zero row"), ((4, 1), "normal")]
+CASES += [((3, 256), "nan row"), ((3, 48), "inf"), ((0, 64), "normal"), ((23, 1000), "normal")]
+LARGE = [((4097, 896), "normal"), ((1000, 3584), "outlier"), ((333, 8192), "zero row"), ((200, 16384), "normal")]
+
+
+def draw(shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """dy, the residual's gradient, x and weight."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    dy, dresidual, x = (torch.randn(shape, generator=generator) for _ in range(3))
+    weight = 1 + 0.3 * torch.randn(shape[1], generator=generator)
+    x *= torch.logspace(-3, 2, shape[0])[:, None] if shape[0] else 1
+    if kind == "outlier":
+        x[:, 1] *= 1000
+    elif kind == "zero row":
+        x[shape[0] // 2] = 0
+    elif kind != "normal":
+        x[1, 3] = float(kind.split()[0])
+    return [t.to(device, dtype) for t in (dy, dresidual, x, weight)]
+
+
+def in_pytorch(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    dy, dresidual, x, weight = inputs
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    y = F.rms_norm(leaves[0], weight.shape, leaves[1], EPS)
+    return torch.autograd.grad([leaves[0] * 1, y], leaves, [dresidual, dy])
+
+
+def check(backward, device: str, dtype: torch.dtype, cases) -> None:
+    eps = torch.finfo(dtype).eps
+    rounding = eps / 2 if dtype == torch.bfloat16 else 16 * eps  # of the result alone; of each of its operations
+    for case in cases:
+        inputs = draw(*case, dtype, device)
+        found, truths = backward(*inputs, EPS), in_pytorch([t.double() for t in inputs])
+        assert found[0].dtype == dtype and found[1].dtype == torch.float32
+        for name, ours, truth, theirs in zip(
+            ("dx", "dweight"), (found[0], found[1].to(dtype)), truths, in_pytorch(inputs), strict=True
+        ):
+            assert torch.equal(ours.isfinite(), truth.isfinite()), (case, name)
+            ours, truth, theirs = (t.nan_to_num(0, 0, 0) for t in (ours, truth, theirs))
+            # A row of dx is the sum of two terms, each of which is computed with the rounding of its size.
+            assert worst_error(ours, truth) <= max(1.01 * worst_error(theirs, truth), rounding), (case, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference(dtype):
+    check(rms_norm_backward_ref, "cpu", dtype, CASES)
+
+
+@pytest.mark.interpreter
+def test_kernel_in_the_interpreter():
+    check(launch_rms_norm_backward, "cpu", torch.float32, CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel(dtype):
+    check(launch_rms_norm_backward, "cuda", dtype, CASES + LARGE)
+
+
+def check_operator(device: str, backend: str) -> None:
+    """Autograd and compiled code, with and without recomputation."""
+    torch.library.opcheck(
+        torch.ops.qtrain.rms_norm_backward.default, (*draw((7, 64), "normal", torch.float32, device), EPS)
+    )
+
+    def layer(x, weight, projection):
+        x, y = residual_norm(x, weight, EPS)
+        return x + y @ projection
+
+    def plain(x, weight, projection):
+        return x + F.rms_norm(x, weight.shape, weight, EPS) @ projection
+
+    def recomputed(*leaves):
+        return checkpoint(layer, *leaves, use_reentrant=False, context_fn=selective_contexts)
+
+    leaves = [torch.randn(2, 16, 24, device=device), torch.rand(24, device=device), torch.randn(24, 24, device=device)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    compiled = [torch.compile(f, fullgraph=True, backend=backend) for f in (layer, recomputed)]
+    found = []
+    for run in (plain, layer, recomputed, *compiled):
+        y = run(*leaves)
+        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_operator():
+    check_operator("cpu", "aot_eager")
+
+
+@pytest.mark.gpu
+def test_operator_on_gpu():
+    check_operator("cuda", "inductor")
