@@ -30,10 +30,10 @@ BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and t
 compiler does not recompute the kernel that makes it.
 
 (*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
-sum is recomputed. (***) with QK-norm over all heads together 8; the kernels of a layer's norms and of each head's keep none. The
-compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes elementwise results,
-but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures what real layers
-keep.
+sum is recomputed. (***) with QK-norm over all heads together 8; the kernels of a layer's norms, and of each head's,
+keep none. The compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes
+elementwise results, but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures
+what real layers keep.
 
 Other kinds (`native/recompute.py`), in the half of the layer that recomputes some, against the column selective:
 

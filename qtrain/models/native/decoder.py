@@ -36,6 +36,9 @@ class DecoderLayer(nn.Module):
     MLP is a dense one. `regions`: what its backward recomputes instead of keeping. `mlp_chunks`: the chunks of tokens
     that a dense MLP runs in, if the layer is recomputed as a whole; 0: all tokens at once."""
 
+    attn_norm: Any
+    mlp_norm: Any
+
     def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

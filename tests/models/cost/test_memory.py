@@ -246,8 +246,8 @@ def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_eager_layers_keep_what_the_table_says(name):
-    """But for two things that differ on a CPU: the gate is PyTorch's, which keeps silu(gate), and so are norms of heads,
-    which keep fp32 copies of input and result."""
+    """But for two things that differ on a CPU: the gate is PyTorch's, which keeps silu(gate), and norms of heads keep
+    fp32 copies of input and result."""
     model = drawn(source_of(name), dtype=torch.bfloat16)
     config = model.config
     expected = saved_per_token(config, frozenset(), False, 2)
