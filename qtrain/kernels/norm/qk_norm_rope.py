@@ -39,6 +39,7 @@ from qtrain.kernels.norm.head_tiles import (
     rows_of_tile,
     store_halves,
 )
+from qtrain.kernels.norm.qkv_rope import rotate
 
 FORWARD, BACKWARD = Occupancy(16, 64), Occupancy(10, 96)
 
@@ -54,9 +55,7 @@ def qk_norm_rope_ref(
     outs = []
     for x, weight in zip(heads_of(qkv, len(q_weight), heads), (q_weight, k_weight), strict=False):
         x = x.float()
-        first, second = (x * _inverse_rms(x, eps) * weight.float()).chunk(2, dim=-1)  # [B, S, heads, D / 2] each
-        out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        outs.append(out.to(qkv.dtype))
+        outs.append(rotate(x * _inverse_rms(x, eps) * weight.float(), cos, sin).to(qkv.dtype))
     return outs[0], outs[1]
 
 
@@ -71,9 +70,7 @@ def qk_norm_rope_backward_ref(
     for x, weight, dy in per_kind:
         x = x.float()
         r = _inverse_rms(x, eps)
-        first, second = dy.float().chunk(2, dim=-1)
-        # The rotation by the opposite angle: its transpose.
-        dn = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+        dn = rotate(dy.float(), cos, -sin)  # by the opposite angle: the transpose of the rotation
         g = dn * weight.float()
         dweights.append((dn * (x * r)).sum((0, 1, 2)))  # [D]
         grads.append((r * (g - x * (r * r * (g * x).mean(-1, keepdim=True)))).to(qkv.dtype))

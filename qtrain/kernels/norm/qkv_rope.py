@@ -36,17 +36,18 @@ def qkv_rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: in
     """qkv [B, S, (H + 2 KV) D], cos, sin fp32 [S, 1, D/2] or [B, S, 1, D/2] -> q [B, S, H, D], k and v [B, S, KV, D]
     in qkv's dtype; computed in fp32, rounded once."""
     q, k, v = heads_of(qkv, head_dim, heads)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
 def qkv_rope_backward_ref(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """dq [B, S, H, D], dk, dv [B, S, KV, D] -> dqkv [B, S, (H + 2 KV) D]."""
     # The rotation by the opposite angle: its transpose.
-    grads = _rotated(dq, cos, -sin), _rotated(dk, cos, -sin), dv
+    grads = rotate(dq, cos, -sin), rotate(dk, cos, -sin), dv
     return torch.cat([t.flatten(2) for t in grads], dim=-1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, S, H, D] rotated by tables that broadcast to [B, S, 1, D/2]; computed in fp32, rounded once."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

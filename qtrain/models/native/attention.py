@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
-from qtrain.kernels.norm.qkv_rope import qkv_rope
+from qtrain.kernels.norm.qkv_rope import qkv_rope, rotate
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.native.rope import rotate
 from qtrain.models.native.row_attention import attend_rows, causal, flash_rows, flash_takes
 
 Mask = Tensor | BlockMask | None

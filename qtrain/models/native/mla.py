@@ -13,9 +13,9 @@ stores as neighbors are rotated as halves: queries and keys are permuted alike, 
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.norm.qkv_rope import rotate
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import KVCache, SequenceInfo, attend
-from qtrain.models.native.rope import rotate
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of latent vectors, which do not follow the config's."""

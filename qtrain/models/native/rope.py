@@ -1,5 +1,5 @@
-"""Rotary positions: angle tables and rotation, in fp32 for every model dtype (bf16 does not distinguish positions 1025
-and 1026). Pairs are (d, d + D/2), the layout of Hugging Face checkpoints."""
+"""Rotary positions: angle tables, in fp32 for every model dtype (bf16 does not distinguish positions 1025 and 1026).
+Pairs are (d, d + D/2), the layout of Hugging Face checkpoints; `kernels/norm/qkv_rope.py` rotates them."""
 
 import functools
 import math
@@ -62,9 +62,3 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     # A token's document starts at the last start up to it.
     return index - torch.where(starts, index, 0).cummax(dim=1).values
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, S, H, D] by tables that broadcast to [B, S, 1, D/2]; computed in fp32, returned in x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

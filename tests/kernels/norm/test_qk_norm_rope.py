@@ -15,8 +15,8 @@ from qtrain.kernels.norm.qk_norm_rope import (
     qk_norm_rope_backward_ref,
     qk_norm_rope_ref,
 )
+from qtrain.kernels.norm.qkv_rope import rotate
 from qtrain.models.native.recompute import selective_contexts
-from qtrain.models.native.rope import rotate
 
 EPS = 1e-6
 

@@ -12,9 +12,9 @@ from qtrain.kernels.norm.qkv_rope import (
     qkv_rope,
     qkv_rope_backward_ref,
     qkv_rope_ref,
+    rotate,
 )
 from qtrain.models.native.recompute import selective_contexts
-from qtrain.models.native.rope import rotate
 from tests.kernels.norm.test_qk_norm_rope import CASES, LARGE, Case, strided, worst_error
 
 
