@@ -149,7 +149,7 @@ def test_experts_in_low_bits_keep_their_codes_and_train_adapters(base, tmp_path)
         logits = model.eval()(ids)
         merge_lora(model)
         error = (model(ids) - logits).norm() / logits.norm()
-    assert error < {"nf4": 1e-5, "int8": 0.05, "fp8": 0.1}[base]
+    assert error < {"nf4": 1e-5, "int8": 0.05, "fp8": 0.15}[base]
 
 
 def test_the_source_with_the_adapters_added_is_pefts_merge(tmp_path):
