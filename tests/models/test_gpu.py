@@ -113,10 +113,11 @@ def test_bf16_gradients_are_near_fp64(documents):
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_norm_and_rotation_of_heads_are_one_kernel(mode):
-    """Compiled as in eager code: forward and backward run it, and the gradients are near fp64."""
+@pytest.mark.parametrize(("name", "operator"), [("qwen3", "qk_norm_rope"), ("qwen2", "qkv_rope")])
+def test_norms_and_rotation_run_their_kernels(name, operator, mode):
+    """Compiled as in eager code, and the gradients are near fp64."""
     torch._dynamo.reset()
-    model = model_of("qwen3", torch.bfloat16, num_attention_heads=6)
+    model = model_of(name, torch.bfloat16, num_attention_heads=6)
     expected = exact_results(model, None)
     apply_recompute(model, RECOMPUTE_SETS[mode])
     for compiled in (False, True):
@@ -124,7 +125,8 @@ def test_norm_and_rotation_of_heads_are_one_kernel(mode):
             compile_layers(model)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             found = results(model, None)
-        assert {"qtrain::qk_norm_rope", "qtrain::qk_norm_rope_backward"} <= {e.key for e in profile.key_averages()}
+        run = {e.key for e in profile.key_averages()}
+        assert {f"qtrain::{operator}", f"qtrain::{operator}_backward", "qtrain::rms_norm_backward"} <= run
         assert_close({name: value.cpu() for name, value in found.items()}, expected, 0.05)
 
 
