@@ -41,7 +41,8 @@ Other kinds (`native/recompute.py`), in the half of the layer that recomputes so
     attention      no attention output, no logsumexp
     ffn            no gate_up output, no down output
     not norm       the norm's output (C·b). Compiled, a low-bit linear's X is computed again from
-                   after attention, or the layer input, instead. Eager, after attention twice where attention recomputes
+                   after attention, or the layer input, and 4 bytes of 1/rms instead. Eager, after attention twice where
+                   attention recomputes
     norm alone     silu(gate)·up too, as one operator computes it: of low-bit linears the codes of down's X, eager those
                    that forward reads too
 
@@ -153,9 +154,9 @@ class LayerShape(NamedTuple):
 
     def region_input(self, name: str) -> float:
         """Bytes of the output of a norm that is not recomputed, where a region begins with the linear `name`."""
-        # Compiled, the codes of a low-bit linear's input are computed again from the norm's input.
+        # Compiled, the codes of a low-bit linear's input are computed again from the norm's input and its fp32 1/rms.
         coded = self.compiled and self.low_bit.layer[name].kept_input is not None
-        return 0 if coded else self.config.hidden_size * self.element
+        return 4 if coded else self.config.hidden_size * self.element
 
     def swiglu_output(self, down: str) -> float:
         """Bytes per element of what a region keeps of the input of the linear `down`: an operator's results, or without

@@ -23,7 +23,7 @@ from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.mlp_chunks import run_in_chunks
 from qtrain.models.native.moe import Experts, MoE, Routed
-from qtrain.models.native.recompute import Kinds, LayerRegions
+from qtrain.models.native.recompute import Kinds, LayerRegions, run
 from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
@@ -32,9 +32,10 @@ from qtrain.tensors.partition import Partition, Parts
 
 
 class DecoderLayer(nn.Module):
-    """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. router_losses: of a mixture; None: the
-    MLP is a dense one. `regions`: what its backward recomputes instead of keeping. `mlp_chunks`: the chunks of tokens
-    that a dense MLP runs in, if the layer is recomputed as a whole; 0: all tokens at once."""
+    """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. Given a `delta` [B, S, C] too, it adds
+    that to x first, and leaves its own last sum as two terms. router_losses: of a mixture; None: the MLP is a dense
+    one. `regions`: what its backward recomputes instead of keeping. `mlp_chunks`: the chunks of tokens that a dense MLP
+    runs in, if the layer is recomputed as a whole; 0: all tokens at once."""
 
     attn_norm: Any
     mlp_norm: Any
@@ -48,9 +49,13 @@ class DecoderLayer(nn.Module):
         self.regions = LayerRegions()
         self.mlp_chunks = 0
 
-    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
+    def forward(
+        self, x: Tensor, info: SequenceInfo, delta: Tensor | None = None
+    ) -> Tensor | Routed | tuple[Tensor, ...]:
         if self.mlp_chunks:
             return run_in_chunks(self, x, info, self.mlp_chunks)
+        if delta is not None:
+            return self._mlp_terms(self.attention_half(x + delta, info), info)
         return self.regions.layer(self._forward, x, info)
 
     def _forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
@@ -61,9 +66,13 @@ class DecoderLayer(nn.Module):
         return x + self.regions.attention(self.attn, normed, info)
 
     def mlp_half(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor | Routed:
-        x, normed = residual_norm(x, self.mlp_norm.weight, self.mlp_norm.eps)
-        y, *router_out = outputs(self.regions.mlp(self.mlp, normed, info))
+        x, y, *router_out = self._mlp_terms(x, info)
         return (x + y, *router_out) if router_out else x + y
+
+    def _mlp_terms(self, x: Tensor, info: SequenceInfo | None) -> tuple[Tensor, ...]:
+        """The terms of the stream that leaves, and with a mixture what else it returns."""
+        x, normed = residual_norm(x, self.mlp_norm.weight, self.mlp_norm.eps)
+        return x, *outputs(self.regions.mlp(self.mlp, normed, info))
 
     def compile(self, **options: Any) -> None:
         if not self.mlp_chunks:
@@ -138,6 +147,8 @@ class Decoder(nn.Module):
         """How processes split the parameters; None: this one holds all."""
         self.residual_offload: ResidualOffload | None = None
         """What keeps layers' inputs in host memory for backward; None: they stay on the device."""
+        self.joins_layers = False
+        """Whether a layer's last sum is left to the next layer in training (`join_layers`)."""
         self.distillation: Distillation | None = None
         """The teacher whose distribution the training loss follows too; None: cross-entropy alone."""
         self.shards_sequence = False
@@ -202,6 +213,12 @@ class Decoder(nn.Module):
         for layer in self.layers:
             layer.mlp_chunks = chunks if isinstance(layer.mlp, MLP) else 0
 
+    def join_layers(self) -> None:
+        """Leave each layer's last sum to the next layer, where a compiler computes it with the norm that reads it. Not
+        of layers that are recomputed as a whole or whose inputs are in host memory: backward would keep two terms."""
+        in_parts = all(layer.regions.layer is run and not layer.mlp_chunks for layer in self.layers)
+        self.joins_layers = in_parts and self.residual_offload is None
+
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None
     ) -> Tensor | LossSums:
@@ -257,9 +274,16 @@ class Decoder(nn.Module):
         input_ids = input_ids if part is None else part.own(input_ids)
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence or part is not None)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
+        if self.joins_layers and torch.is_grad_enabled():
+            # A gradient of the zeros too: else the first layer were compiled apart.
+            delta = torch.zeros_like(x).requires_grad_(x.requires_grad)
+            for layer in self.layers:
+                x, delta, *router_out = layer(x, info, delta)
+                routed += [router_out] if router_out else []
+            return self.norm(x + delta), info, routed
         for index, layer in enumerate(self.layers):
-            run = layer if self.residual_offload is None else partial(self.residual_offload.run, index, layer)
-            x, *router_out = outputs(run(x, info))
+            call = layer if self.residual_offload is None else partial(self.residual_offload.run, index, layer)
+            x, *router_out = outputs(call(x, info))
             routed += [router_out] if router_out else []
         return self.norm(x), info, routed
 

@@ -216,6 +216,8 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
         compile_layers(model)
         if not isinstance(model, Decoder):
             return
+        if not checked.reshards:  # full sharding follows one tensor from layer to layer
+            model.join_layers()
         if model.distillation is not None:
             compile_layers(model.distillation.teacher)
         elif checked.mesh.world == 1 and not checked.reshards:  # the head is whole, and here

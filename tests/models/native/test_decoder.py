@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.models import ModelConfig
+from qtrain.models import ModelConfig, apply_recompute, compile_layers
 from tests.models.beside_transformers import backward_of_both
 from tests.models.families import DOC_IDS, FAMILIES, batch, drawn, source_of
 
@@ -103,3 +103,40 @@ def test_rope_tables_stay_fp32_in_a_bf16_model():
     assert cos.dtype == sin.dtype == torch.float32
     positions = torch.arange(2048, dtype=torch.float64)
     assert torch.allclose(sin[:, 0].double(), positions.sin(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_joined_layers_compute_the_same_bits(name):
+    (ids, labels), model, found = batch(), drawn(source_of(name)), []
+    for joins in (False, True):
+        if joins:
+            model.join_layers()
+        assert model.joins_layers is joins
+        model.zero_grad()
+        sums = model(ids, labels, DOC_IDS)
+        sums.loss.backward()
+        found.append([*sums, *(p.grad for p in model.parameters()), model(ids)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_joined_layers_share_their_code():
+    """The first one too, which gets zeros to add."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, (ids, labels) = drawn(source_of("qwen2")), batch()
+    expected = [*torch.autograd.grad(model(ids, labels).loss, model.parameters())]
+    compile_layers(model)
+    model.join_layers()
+    found = [*torch.autograd.grad(model(ids, labels).loss, model.parameters())]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", ["block", "norm"])
+def test_layers_that_are_recomputed_as_a_whole_are_not_joined(kinds):
+    model = drawn(source_of("qwen2"))
+    apply_recompute(model, [kinds])
+    model.join_layers()
+    assert not model.joins_layers
