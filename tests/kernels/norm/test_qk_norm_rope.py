@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from qtrain.kernels.norm.qk_norm_rope import (
     launch_qk_norm_rope,
@@ -16,7 +15,7 @@ from qtrain.kernels.norm.qk_norm_rope import (
     qk_norm_rope_ref,
 )
 from qtrain.kernels.norm.qkv_rope import rotate
-from qtrain.models.native.recompute import selective_contexts
+from tests.kernels.norm.modes import check_modes
 
 EPS = 1e-6
 
@@ -163,20 +162,8 @@ def check_operator(device: str, backend: str) -> None:
         q, k, v = (t.transpose(1, 2) for t in qk_norm_rope(x @ projection, q_weight, k_weight, *fixed))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def recomputed(*leaves):
-        return checkpoint(attention, *leaves, use_reentrant=False, context_fn=selective_contexts)
-
     projection = torch.randn(24, qkv.shape[-1], device=device) / 5
-    leaves = [torch.randn(2, 16, 24, device=device), projection, q_weight, k_weight]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    compiled = [torch.compile(f, fullgraph=True, backend=backend) for f in (attention, recomputed)]
-    found = []
-    for run in (attention, recomputed, *compiled):
-        y = run(*leaves)
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    check_modes(attention, [torch.randn(2, 16, 24, device=device), projection, q_weight, k_weight], backend)
 
 
 def test_operator():

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from qtrain.kernels.norm.rms_norm import launch_rms_norm_backward, residual_norm, rms_norm_backward_ref
-from qtrain.models.native.recompute import selective_contexts
+from tests.kernels.norm.modes import check_modes
 from tests.kernels.norm.test_qk_norm_rope import worst_error
 
 EPS = 1e-6
@@ -84,19 +83,8 @@ def check_operator(device: str, backend: str) -> None:
     def plain(x, weight, projection):
         return x + F.rms_norm(x, weight.shape, weight, EPS) @ projection
 
-    def recomputed(*leaves):
-        return checkpoint(layer, *leaves, use_reentrant=False, context_fn=selective_contexts)
-
-    leaves = [torch.randn(2, 16, 24, device=device), torch.rand(24, device=device), torch.randn(24, 24, device=device)]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    compiled = [torch.compile(f, fullgraph=True, backend=backend) for f in (layer, recomputed)]
-    found = []
-    for run in (plain, layer, recomputed, *compiled):
-        y = run(*leaves)
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    shapes = (2, 16, 24), (24,), (24, 24)
+    check_modes(layer, [torch.randn(shape, device=device) for shape in shapes], backend, plain)
 
 
 def test_operator():
