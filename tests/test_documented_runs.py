@@ -61,7 +61,9 @@ SMALL = {
     **{"device": "cpu", "compile": False, "pretrained": False, "batch_size": 4, "seq_len": 128, "runs_dir": "out"},
     **{"n_steps": 2, "eval_interval": 1, "eval_sequences": 2, "sample_tokens": 2, "answer_tokens": 2, "num_workers": 0},
 }
-DEFAULTS = "n_epochs gpus tp ep dp_replicate dp_shard reshard_after_forward fit memory_limit offload mlp_chunks resume"
+DEFAULTS = (
+    "n_epochs gpus tp ep cp dp_replicate dp_shard reshard_after_forward fit memory_limit offload mlp_chunks resume"
+)
 """Flags that a tiny run on one CPU has no use for: they are left out."""
 
 
@@ -93,6 +95,7 @@ def make_folder(folder: Path) -> Path:
         start = {
             "model": "tiny.json",
             "quantize": "int8",
+            "quantize_lm_head": True,  # as `generate --deterministic` takes it
             "train_ds": data,
             "eval_ds": data,
             "seq_len": 64,

@@ -126,8 +126,9 @@ def test_the_installed_commands_work_from_another_folder(wheel, tmp_path):
         names = archive.namelist()
         assert not any(info.external_attr >> 28 == 0o12 for info in archive.infolist())  # copies, no links
     assert {name.partition("/")[0] for name in names} == {"qtrain", f"qtrain-{__version__}.dist-info"}
-    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.json")}
-    assert {f"qtrain/{recipe}" for recipe in recipes} == {name for name in names if name.endswith(".json")}
+    recipes = {f"qtrain/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.json")}
+    choices = {str(path.relative_to(ROOT)) for path in (ROOT / "qtrain/kernels/choices").glob("*.json")}
+    assert choices and recipes | choices == {name for name in names if name.endswith(".json")}
 
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     pip("install", wheel, "--no-compile", "--target", installed)

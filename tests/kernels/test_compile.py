@@ -28,8 +28,8 @@ def compile_kernels(*architectures: int) -> dict[int, dict]:
 
 @cache
 def launched_kernels(arch: int) -> frozenset[str]:
-    """Names of the @triton.jit functions that any file of kernels/ launches: kernel[grid](...); for Hopper those of
-    @gluon.jit too."""
+    """Names of the @triton.jit functions that any file of kernels/ launches, by kernel[grid](...) or _launch(kernel,
+    ...); for Hopper those of @gluon.jit too."""
     decorators = ("triton.jit", "gluon.jit") if arch == 90 else ("triton.jit",)
     defined, launched = set(), set()
     for path in (ROOT / "qtrain/kernels").rglob("*.py"):
@@ -38,6 +38,8 @@ def launched_kernels(arch: int) -> frozenset[str]:
                 defined |= {node.name for d in node.decorator_list if ast.unparse(d).startswith(decorators)}
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_launch":
+                launched |= {ast.unparse(argument) for argument in node.args}
     return frozenset(defined & launched)
 
 
