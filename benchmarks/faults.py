@@ -47,7 +47,9 @@ def outlier_channel(
                 weight = layer.get_submodule(READERS[norm]).weight
                 materialize(weight)
                 mask = (torch.arange(weight.shape[1], device=weight.device) != 5).to(weight.dtype)
-                getattr(layer, norm).register_forward_hook(lambda _, inputs, x, mask=mask: x * mask + size * (1 - mask))
+                getattr(layer, norm).register_forward_hook(
+                    lambda _, inputs, out, mask=mask: (out[0], out[1] * mask + size * (1 - mask))
+                )
                 weight.mul_(mask)
                 weight.register_hook(lambda gradient, mask=mask: gradient * mask)
 

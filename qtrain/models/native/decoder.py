@@ -31,20 +31,25 @@ from qtrain.quant import MLPMemory
 from qtrain.tensors.partition import Partition, Parts
 
 
+class ResidualNorm(nn.RMSNorm):
+    """The stream [..., C] -> itself, for the residual, and its RMSNorm."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        assert self.eps is not None
+        return residual_norm(x, self.weight, self.eps)
+
+
 class DecoderLayer(nn.Module):
     """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. Given a `delta` [B, S, C] too, it adds
     that to x first, and leaves its own last sum as two terms. router_losses: of a mixture; None: the MLP is a dense
     one. `regions`: what its backward recomputes instead of keeping. `mlp_chunks`: the chunks of tokens that a dense MLP
     runs in, if the layer is recomputed as a whole; 0: all tokens at once."""
 
-    attn_norm: Any
-    mlp_norm: Any
-
     def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attn_norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn = Attention(config) if config.mla is None else MultiHeadLatentAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config) if router_losses is None else MoE(config, router_losses)
         self.regions = LayerRegions()
         self.mlp_chunks = 0
@@ -62,7 +67,7 @@ class DecoderLayer(nn.Module):
         return self.mlp_half(self.attention_half(x, info), info)
 
     def attention_half(self, x: Tensor, info: SequenceInfo) -> Tensor:
-        x, normed = residual_norm(x, self.attn_norm.weight, self.attn_norm.eps)
+        x, normed = self.attn_norm(x)
         return x + self.regions.attention(self.attn, normed, info)
 
     def mlp_half(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor | Routed:
@@ -71,7 +76,7 @@ class DecoderLayer(nn.Module):
 
     def _mlp_terms(self, x: Tensor, info: SequenceInfo | None) -> tuple[Tensor, ...]:
         """The terms of the stream that leaves, and with a mixture what else it returns."""
-        x, normed = residual_norm(x, self.mlp_norm.weight, self.mlp_norm.eps)
+        x, normed = self.mlp_norm(x)
         return x, *outputs(self.regions.mlp(self.mlp, normed, info))
 
     def compile(self, **options: Any) -> None:
