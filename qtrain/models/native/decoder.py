@@ -88,6 +88,18 @@ class DecoderLayer(nn.Module):
         self.mlp_half = torch.compile(self.mlp_half, **options)
 
 
+class _NoDelta(torch.autograd.Function):
+    """x -> zeros like it, which have a gradient where x has one: else the first layer would be compiled apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        return None
+
+
 def outputs(layer_out: Tensor | Routed) -> tuple[Tensor, ...]:
     """The stream that leaves a layer, and with a mixture what else it returns."""
     return layer_out if isinstance(layer_out, tuple) else (layer_out,)
@@ -280,8 +292,7 @@ class Decoder(nn.Module):
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence or part is not None)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
         if self.joins_layers and torch.is_grad_enabled():
-            # A gradient of the zeros too: else the first layer were compiled apart.
-            delta = torch.zeros_like(x).requires_grad_(x.requires_grad)
+            delta = _NoDelta.apply(x)
             for layer in self.layers:
                 x, delta, *router_out = layer(x, info, delta)
                 routed += [router_out] if router_out else []

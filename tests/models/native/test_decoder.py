@@ -131,7 +131,7 @@ def test_joined_layers_share_their_code():
     found = [*torch.autograd.grad(model(ids, labels).loss, model.parameters())]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kinds", ["block", "norm"])
