@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from qtrain.models.generation.cache import StaticKVCache
 from qtrain.models.generation.fused_step import FusedStep, runs_fused
 from qtrain.models.native.attention import Mask, SequenceInfo
-from qtrain.models.native.decoder import Decoder, outputs
+from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.decoder_layer import outputs
 from qtrain.models.native.rope import rope_tables
 
 
