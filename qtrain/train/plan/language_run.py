@@ -218,7 +218,8 @@ class LanguageRun:
 
         # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.
         # Experts that are not sharded further keep their gradients, as all else does without shards.
-        summed = [s for s in shapes if not (self._sums_in_place and _is_sent_alone(s, checked.dtype.itemsize))]
+        element, in_place = checked.dtype.itemsize, self._sums_in_place
+        summed = [s for s in shapes if not (in_place and _is_sent_alone(s, element))]
         gradients = 0.0 if mesh.shard == 1 else fullest(summed, whole=0.0)
         gradients *= sum(s.elements for s in summed) / max(sum(s.elements for s in shapes), 1)
         states = fullest(shapes)

@@ -15,6 +15,7 @@ from qtrain.kernels.norm.qk_norm_rope import (
     qk_norm_rope_ref,
 )
 from qtrain.kernels.norm.qkv_rope import rotate
+from tests.kernels.norm.errors import assert_no_further
 from tests.kernels.norm.modes import check_modes
 
 EPS = 1e-6
@@ -102,13 +103,6 @@ def present(inputs, heads: int) -> list[Tensor]:
     return in_pytorch(inputs, heads, lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS), rotate)
 
 
-def worst_error(found: Tensor, truth: Tensor) -> float:
-    """The largest relative error of a head, or of a weight's gradient."""
-    found, truth = (t.double().unflatten(-1, (-1, truth.shape[-1])) for t in (found, truth))
-    rows = truth.norm(dim=-1).clamp_min(1e-30)
-    return float(((found - truth).norm(dim=-1) / rows).max()) if truth.numel() else 0.0
-
-
 def check(forward, backward, device: str, dtype: torch.dtype, cases) -> None:
     eps = torch.finfo(dtype).eps
     rounding = eps / 2 if dtype == torch.bfloat16 else 4 * eps  # of the result alone; of each of its operations
@@ -122,13 +116,8 @@ def check(forward, backward, device: str, dtype: torch.dtype, cases) -> None:
             assert dqkv.dtype == qkv.dtype and dqkv.is_contiguous() and dweights.dtype == torch.float32
             all_found = [*found, dqkv, *dweights.to(dtype)]
             names = ("q", "k", "dqkv", "dq_weight", "dk_weight")
-            for name, *values in zip(
-                names, all_found, exact(inputs, case.heads), present(inputs, case.heads), strict=True
-            ):
-                ours, truth, theirs = (t.detach() for t in values)
-                assert torch.equal(ours.isnan(), truth.isnan()), (case, name)
-                ours, truth, theirs = (t.nan_to_num() for t in (ours, truth, theirs))
-                assert worst_error(ours, truth) <= max(worst_error(theirs, truth), rounding), (case, kind, name)
+            truths, theirs = exact(inputs, case.heads), present(inputs, case.heads)
+            assert_no_further(names, all_found, truths, theirs, rounding, (case, kind))
             assert torch.equal(dqkv[..., -case.kv_heads * case.head_dim :], dv.flatten(2))
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.kernels.norm.rms_norm import launch_rms_norm_backward, residual_norm, rms_norm_backward_ref
+from tests.kernels.norm.errors import worst_error
 from tests.kernels.norm.modes import check_modes
-from tests.kernels.norm.test_qk_norm_rope import worst_error
 
 EPS = 1e-6
 
