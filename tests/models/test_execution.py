@@ -53,9 +53,11 @@ def test_gradients_are_the_same_bit_for_bit_in_other_layers(name, kinds):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def in_scheme(scheme: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **shape: int):
-    """Layers with a bias, which some products add by themselves."""
+def in_scheme(scheme: str, dtype: torch.dtype = torch.float32, device: str = "cpu", factor: float = 1, **shape: int):
+    """Layers with a bias, which some products add by themselves. factor: of their weights."""
     model = drawn(source_of("qwen2", **shape), dtype=dtype).to(device)
+    for p in model.layers.parameters():
+        p.data *= factor if p.ndim == 2 else 1
     quantize_linears(model, SCHEMES.get(scheme, "--quantize")(), seed=0, head=model.lm_head)
     return model
 
@@ -75,10 +77,11 @@ def test_gradients_are_the_same_bit_for_bit_in_every_scheme(scheme):
 @pytest.mark.parametrize("scheme", ["int4", "int8", "fp8_rowwise", "fp8_blockwise"])
 def test_compiled_layers_have_the_gradients_of_eager_ones(scheme, kinds):
     """Each parameter's is about as large: a change in place of a result that a region keeps drops the gradient of all
-    that came before. Codes on the other side of a rounding threshold change them by much."""
+    that came before. Codes on the other side of a rounding threshold change them too: in INT4 of small weights, by 1.22
+    at most when the embedding's values moved by 0.4% (eight draws), but by 1.85 of the weights as they are drawn."""
     torch._dynamo.reset()
     shape = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = in_scheme(scheme, torch.bfloat16, "cuda", **shape)
+    model = in_scheme(scheme, torch.bfloat16, "cuda", factor=0.25, **shape)
     ids, labels = (t.cuda() for t in batch())
 
     def norms_of_a_step() -> dict[str, float]:
@@ -90,7 +93,7 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(scheme, kinds):
     apply_recompute(model, kinds)
     compile_layers(model)
     for name, norm in norms_of_a_step().items():
-        assert 0.5 < norm / expected[name] < 2, name
+        assert 0.6 < norm / expected[name] < 1.6, name
 
 
 @pytest.mark.parametrize("low_bit", [False, True])

@@ -5,8 +5,8 @@ where the head comes from host memory meanwhile (`memory.py`).
 Letters: T tokens of a micro-batch, t of a chunk, C width, I feed-forward width, Q all query heads, QKV what attention
 reads, b bytes per element of the model's dtype.
 
-Alive at every moment are the gradient of the residual that comes in and the one that goes out, 2·T·C·b, and while a
-product runs, its weight in the form that it reads (`LinearBytes.temporary`). Besides, at the moments that can be the
+Alive at every moment are the gradient of the residual that comes in and the one that goes out, 2·T·C·b (in the MLP of
+adapters the first alone), and while a product runs, its weight in the form that it reads (`LinearBytes.temporary`). Besides, at the moments that can be the
 widest of a dense layer, in the order of the backward pass:
 
     down_proj's grad_input    the gradient of SwiGLU's output, T·I·b
@@ -160,7 +160,9 @@ class Layer:
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)
         at_attention -= tokens * ((inner + c) * element + gate_up)
         at_attention += max(size for name, size in self.read.items() if name not in DENSE_MLP)
-        return ByHalf(at_mlp + tokens * (self.residual + self.recomputed.at_mlp), at_attention)
+        # The residual's gradient that goes out does not exist yet. Where weights train, down_proj's may: as much is counted.
+        residual = self.residual / 2 if self.trained.adapters else self.residual
+        return ByHalf(at_mlp + tokens * (residual + self.recomputed.at_mlp), at_attention)
 
     def _mixture(self, rows: float) -> ByHalf:
         """Of a model with mixtures, its dense layers included. rows: `rows_per_token`."""

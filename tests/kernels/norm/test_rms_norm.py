@@ -43,10 +43,11 @@ def check(backward, device: str, dtype: torch.dtype, cases) -> None:
     rounding = eps / 2 if dtype == torch.bfloat16 else 16 * eps  # of the result alone; of each of its operations
     for case in cases:
         inputs = draw(*case, dtype, device)
-        found, truths = backward(*inputs, EPS), in_pytorch([t.double() for t in inputs])
+        # On the CPU: PyTorch's CUDA norm makes a whole row of weight gradients NaN where x has one Inf.
+        found, truths = [t.cpu() for t in backward(*inputs, EPS)], in_pytorch([t.cpu().double() for t in inputs])
         assert found[0].dtype == dtype and found[1].dtype == torch.float32
         for name, ours, truth, theirs in zip(
-            ("dx", "dweight"), (found[0], found[1].to(dtype)), truths, in_pytorch(inputs), strict=True
+            ("dx", "dweight"), (found[0], found[1].to(dtype)), truths, in_pytorch([t.cpu() for t in inputs]), strict=True
         ):
             assert torch.equal(ours.isfinite(), truth.isfinite()), (case, name)
             ours, truth, theirs = (t.nan_to_num(0, 0, 0) for t in (ours, truth, theirs))
