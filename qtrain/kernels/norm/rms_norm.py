@@ -9,8 +9,8 @@ gradient are read, dx is written, 8 C bytes a token in bf16: 235 MB, 55 us at H2
 896. Inductor takes 98 us for each of a layer's two norms there: it reads x and dy once more for the weight's gradient.
 
 A CTA holds a token in registers, a few elements a thread, and computes r anew, which is cheaper than to read it. CTAs
-stay and go through tokens that lie far apart; each adds up the weight's gradient of its own, and a second launch adds
-up those of the CTAs, in a fixed order.
+stay and go through tokens that lie far apart, of which the next two are on their way to shared memory meanwhile; each
+adds up the weight's gradient of its own, and a second launch adds up those of the CTAs, in a fixed order.
 """
 
 from typing import Any
@@ -27,6 +27,8 @@ THREADS = 1024
 """That share an SM: each of up to 64 registers."""
 ELEMENTS = 8
 """Of a thread: a load of 16 bytes in bf16."""
+STAGES = 3
+"""Tokens of a CTA whose loads are under way, and the one that it computes; 10 to 20% faster than 1 on an H200."""
 
 
 def rms_norm_backward_ref(
@@ -51,14 +53,14 @@ def _rms_norm_backward_kernel(
     # bf16 or fp32 [T, C], contiguous; weight [C].
     dy_ptr, dresidual_ptr, x_ptr, weight_ptr,
     # Like x; fp32 [CTAs, C], each CTA's term of the weight's gradient.
-    dx_ptr, dweight_ptr, tokens, eps, C: tl.constexpr, BLOCK: tl.constexpr,
+    dx_ptr, dweight_ptr, tokens, eps, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < C
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for token in range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0)):  # 64 bits: of an element's offset
-        at = token * C + column
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
+        at = tl.cast(token, tl.int64) * C + column
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
         dresidual = tl.load(dresidual_ptr + at, inside, 0.0).to(tl.float32)
@@ -85,7 +87,7 @@ def launch_rms_norm_backward(
     ctas = min(tokens, max(THREADS // (32 * warps), 1) * sm_count(x.device))
     dweights = x.new_empty(ctas, width, dtype=torch.float32)
     _rms_norm_backward_kernel[(ctas,)](
-        dy, dresidual, x, weight, dx, dweights, tokens, eps, C=width, BLOCK=block, num_warps=warps
+        dy, dresidual, x, weight, dx, dweights, tokens, eps, C=width, BLOCK=block, STAGES=STAGES, num_warps=warps
     )
     return dx, dweights.sum(0)
 

@@ -14,6 +14,7 @@ x.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from qtrain.kernels.quantize.dual_tile import (
     block_column_scales,
     block_row_scales,
     inside_of_tile,
+    load_swiglu_grads,
     load_tile,
     max_of_four,
     max_of_tile,
@@ -57,10 +59,31 @@ BLOCK_PAIRS = (("128x128", "128x128"), ("1x128", "1x128"), ("1x128", "128x128"))
 """Granularities of row codes and of transposed codes whose scales a CTA computes from its own block."""
 PAIRS = (*BLOCK_PAIRS, ("rowwise", "rowwise"), ("tensorwise", "tensorwise"))
 """All that the kernel computes, in 8-bit formats; the last two after an absmax pass."""
-WARPS, REGISTERS = 4, 168
-"""Warps of a CTA, registers of a thread: three CTAs, with 96 KiB of loads in flight, share an SM of an H200."""
-WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
-"""The same for a SwiGLU's gradient, which is computed from three tensors: more warps, each with less live state."""
+
+
+class Tile(NamedTuple):
+    """What a CTA quantizes."""
+
+    rows: int
+    columns: int
+    warps: int
+    registers: int | None
+    """Of a thread; None: as many as the compiler takes."""
+
+
+def tile_of(swiglu: str, scales: str) -> Tile:
+    """Of what is quantized and the row codes' scales, as in `DualCode`. Measured on an H200, to nearest and stochastic:
+    with eight warps of few registers a SwiGLU's arithmetic hides behind loads, 95% of the copy bandwidth; with four of
+    168 registers it took a fifth longer."""
+    if swiglu == "both":
+        return Tile(64, 64, 4, None)
+    if scales == "given":
+        return Tile(64, BLOCK, 8 if swiglu else 4, None)
+    if scales == "1x128" and swiglu:
+        return Tile(BLOCK, BLOCK, 8, 128)
+    if scales in ("1x128", "rowwise"):
+        return Tile(BLOCK, BLOCK, 4, 168)
+    return Tile(BLOCK, BLOCK, 8, None if swiglu == "forward" else 80)
 
 
 @dataclass(frozen=True)
@@ -74,17 +97,19 @@ class DualCode(Encoding):
     stochastic: bool
     stochastic_t: bool
     even: bool
-    """m and k are multiples of BLOCK: no masks."""
+    """m and k are multiples of the tile: no masks."""
     swiglu: str
-    """What is quantized: "": x; "forward": swiglu(x); "backward": the gradient of x."""
-    block: int = BLOCK
+    """What is quantized: "": x; "forward": swiglu(x); "backward": the gradient of x, a tile of gate's or of up's a CTA;
+    "both": of both, which read the same gate and dy."""
+    block_m: int
+    block_k: int
 
 
 @triton.jit
 def _store_row_codes(ptrs, inside, x, inv, inv_t, overflow, block, key, SAME: tl.constexpr, CODE: tl.constexpr):
-    """Stores the row codes of pairs x int32 [BLOCK / 4, BLOCK / 2]. Returns what column codes are packed from if they
-    are stochastic or the SAME. inv: inverse scales of the rows; inv_t: of first and second numbers of pairs. block,
-    key: as for `draw_bf16x2`."""
+    """Stores the row codes of pairs x int32 [BLOCK_M / 4, BLOCK_K / 2]. Returns what column codes are packed from if
+    they are stochastic or the SAME. inv: inverse scales of the rows; inv_t: of first and second numbers of pairs.
+    block, key: as for `draw_bf16x2`."""
     rng_words, half_unit = None, 0
     if CODE.stochastic or CODE.stochastic_t:
         # One draw for both layouts: they never meet in one product, and Philox is most of the cost of rounding.
@@ -138,11 +163,12 @@ def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE
     source_ptr, _ = source_ptrs
     amax_ptr, known_amax = amax
     m, k, stride, stride_t = sizes
-    BLOCK: tl.constexpr = CODE.block
+    BLOCK_M: tl.constexpr = CODE.block_m
+    BLOCK_K: tl.constexpr = CODE.block_k
     # Rows in words of two codes, columns in words of four codes. The hints let Triton vectorize loads and stores.
     words, words_t = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
-    i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
-    down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
+    i, j = tl.arange(0, BLOCK_M // 4), tl.arange(0, BLOCK_K // 2)
+    down, across = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     overflow = False
     # ---- scales: all branches below are on constexprs
     if CODE.scales == "rowwise":
@@ -197,11 +223,8 @@ def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE
 
     # ---- codes
     # Stores of 8 codes per thread, not of 16: half the registers to gather them in.
-    start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
-    ptrs, inside = (
-        codes_ptr + start + tl.max_contiguous(offset, (1, 4)),
-        inside_of_tile(tile_m, tile_k, m, k, CODE.even, BLOCK),
-    )
+    start, offset = offset_of_tile(tile_m, tile_k, words, CODE)
+    ptrs, inside = codes_ptr + start + tl.max_contiguous(offset, (1, 4)), inside_of_tile(tile_m, tile_k, m, k, CODE)
     # One scale for both layouts and one rounding: the row codes are the column codes, and only packing differs.
     SAME: tl.constexpr = CODE.stochastic == CODE.stochastic_t and CODE.scales != "1x128" and CODE.scales != "rowwise"
     block, draws, key = 0, words // 4, None  # draws: of a row of x, one per eight elements
@@ -209,15 +232,15 @@ def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE
         key_ptr, role = random
         seed, step, tensor = philox_key(key_ptr, role)
         key = seed, step, tensor, tl.minimum(m, 1)  # a runtime 1: keeps the draws in a loop and limits live registers
-        first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
-        block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
+        first_of_row = (tile_m.to(tl.int64) * BLOCK_M + 4 * i) * draws + tile_k * (BLOCK_K // 8)
+        block = first_of_row[:, None] + tl.arange(0, BLOCK_K // 8)[None, :]
     a, b = _store_rows_pack_columns(
         ptrs, words, inside, (x0, x1, x2, x3), inv, (inv_first, inv_second), overflow, (block, draws, key), SAME, CODE
     )
-    # a, b int32 [BLOCK / 4, BLOCK / 2]: column codes 2j and 2j + 1 of four rows each. Transposed through shared memory
-    # as words, a quarter of the bytes' instructions, and stored to rows 2j and 2j + 1 of codes_t.
-    rows, columns = rows_inside(tile_m, m, CODE.even, BLOCK), words_inside(tile_k, k, CODE.even, BLOCK)
-    start_t = tile_k.to(tl.int64) * BLOCK * words_t + tile_m * (BLOCK // 4)
+    # a, b int32 [BLOCK_M / 4, BLOCK_K / 2]: column codes 2j and 2j + 1 of four rows each. Transposed through shared
+    # memory as words, a quarter of the bytes' instructions, and stored to rows 2j and 2j + 1 of codes_t.
+    rows, columns = rows_inside(tile_m, m, CODE.even, BLOCK_M), words_inside(tile_k, k, CODE.even, BLOCK_K)
+    start_t = tile_k.to(tl.int64) * BLOCK_K * words_t + tile_m * (BLOCK_M // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * words_t) + i[None, :]
     inside_t = None if CODE.even else columns[:, None] & rows[None, :]
     tl.store(ptrs_t, tl.trans(a), inside_t)
@@ -251,32 +274,38 @@ def _dual_kernel(
     # (m, k), multiples of 16; of the scales of blocks, from one row of blocks to the next.
     sizes, stride, stride_t, CODE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK x BLOCK elements per CTA. CODE: a `DualCode`."""
+    """A tile of block_m x block_k elements per CTA, or two of them. CODE: a `DualCode`."""
     source_ptr, source_t_ptr, amax_ptr = source_ptrs
     m, k = sizes
     tile = tl.program_id(0)
     if CODE.scales == "rowwise" or CODE.scales == "tensorwise":  # reversed: the absmax pass read the last tiles last
         tile = tl.num_programs(0) - 1 - tile
-    tiles_k = tl.cdiv(k, CODE.block)
+    # Across x, or of both gradients across a half of it.
+    tiles_k = tl.cdiv(k // 2 if CODE.swiglu == "both" else k, CODE.block_k)
     at = tile // tiles_k, column_block(tile % tiles_k, tiles_k, CODE)
     if group_ptr is not None:
         if CODE.scales == "given":
             # The first block stores the scale.
-            if (tl.load(group_ptr + at[0]) < 0) & (at[0] > 0):
+            first = at[0] * CODE.block_m
+            if (tl.load(group_ptr + first // 128) < 0) & (first >= 128):
                 return
         else:
-            source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block) * k
+            source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block_m) * k
     # Scalars that a tile's end waits for are loaded before the tile.
     given, known_amax = None, 0
     if CODE.scales == "given":
         given = tl.load(source_ptr)
     if amax_ptr is not None:
         known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
-    x = load_tile(x_ptrs, at, sizes, CODE)
-    quantize_tile(
-        x, at, out_ptrs, (source_ptr, source_t_ptr), given, (amax_ptr, known_amax), (key_ptr, role),
-        (m, k, stride, stride_t), CODE,
-    )  # fmt: skip
+    scales, amax, random = (source_ptr, source_t_ptr), (amax_ptr, known_amax), (key_ptr, role)
+    sizes_out = m, k, stride, stride_t
+    if CODE.swiglu == "both":
+        gate, up = load_swiglu_grads(x_ptrs, at, sizes, CODE)
+        quantize_tile(gate, at, out_ptrs, scales, given, amax, random, sizes_out, CODE)
+        quantize_tile(up, (at[0], tiles_k + at[1]), out_ptrs, scales, given, amax, random, sizes_out, CODE)
+    else:
+        x = load_tile(x_ptrs, at, sizes, CODE)
+        quantize_tile(x, at, out_ptrs, scales, given, amax, random, sizes_out, CODE)
 
 
 def supports_dual_bf16x2(
@@ -348,22 +377,27 @@ def launch_dual_bf16x2(
     if grouped:
         assert source_t is not None
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
+    source_of_codes = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
+    tile = tile_of(source_of_codes, "given" if given else granularity)
+    if router_dots is not None:  # those of BLOCK columns
+        tile = tile._replace(columns=BLOCK)
     code = DualCode(
         **vars(encoding(fmt, x.device, power_of_two)),
         scales="given" if given else granularity,
         scales_t="given" if given else granularity_t,
         stochastic=rounding.row_key is not None,
         stochastic_t=rounding.column_key is not None,
-        even=m % BLOCK == k % BLOCK == 0,
-        swiglu="" if not swiglu else "forward" if dy is None else "backward",
+        even=m % tile.rows == k % tile.columns == 0,
+        swiglu=source_of_codes,
+        block_m=tile.rows,
+        block_k=tile.columns,
     )
-    _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
+    tiles_k = triton.cdiv(k, tile.columns) // (2 if source_of_codes == "both" else 1)
+    _dual_kernel[(triton.cdiv(m, tile.rows) * tiles_k,)](
         (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
         (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),
         (source, source_t, amax), groups.group_of_block if grouped else held, rounding.key, rounding.role,
         (m, k), scale.stride(0), scale_t.stride(0), CODE=code,
-        num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
-        maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,
-        enable_fp_fusion=False,
+        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t

@@ -1,4 +1,4 @@
-"""A tile of 128 x 128 that `dual_bf16x2.py` quantizes in both layouts: how it is loaded, and its scales.
+"""A tile that `dual_bf16x2.py` quantizes in both layouts: how it is loaded, and its scales.
 
 What is quantized is a matrix, rows gathered from it, y = swiglu(x), or the gradient of x from dy. Words are of two
 bf16, neighbors in a row ("pairs"), and a thread holds those of four consecutive rows.
@@ -71,64 +71,80 @@ def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, block
 @triton.jit
 def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, dots, PTX: tl.constexpr):
     """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
-    `half` words each. That of gate comes with the block's `router_dots`: dots are their pointer or None, the first row,
-    and the rows in all."""
-    dots_ptr, first, m = dots
+    `half` words each. dots: as for `_gate_grad`."""
     x0, x1, x2, x3 = load_four_rows(gate_ptrs, words, inside)
     dy0, dy1, dy2, dy3 = load_four_rows(dy_ptrs, half, inside)
+    gate, dy = (x0, x1, x2, x3), (dy0, dy1, dy2, dy3)
     if block >= blocks:  # a scalar branch: a CTA's tile is of gate or of up, and only gate's reads up
-        x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
-        x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
+        x0, x1, x2, x3 = _up_grad(dy, gate, PTX)
     else:
-        up0, up1, up2, up3 = load_four_rows(gate_ptrs + half, words, inside)
-        x0, dots0 = gate_grad_bf16x2(dy0, x0, up0, PTX)
-        x1, dots1 = gate_grad_bf16x2(dy1, x1, up1, PTX)
-        x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
-        x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
-        if dots_ptr is not None:
-            # Summed in one order in all kernels that produce router_dots: fp32 sums that are equal bit for bit.
-            dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
-            dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
-            _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
+        up = load_four_rows(gate_ptrs + half, words, inside)
+        x0, x1, x2, x3 = _gate_grad(dy, gate, up, block, blocks, dots, PTX)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def rows_inside(tile_m, m, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def _up_grad(dy, gate, PTX: tl.constexpr):
+    """Four rows of the gradient of up."""
+    x0, x1 = up_grad_bf16x2(dy[0], gate[0], PTX), up_grad_bf16x2(dy[1], gate[1], PTX)
+    return x0, x1, up_grad_bf16x2(dy[2], gate[2], PTX), up_grad_bf16x2(dy[3], gate[3], PTX)
+
+
+@triton.jit
+def _gate_grad(dy, gate, up, block, blocks, dots, PTX: tl.constexpr):
+    """Four rows of the gradient of gate. With it come the `router_dots` of the block of columns number `block` of
+    `blocks`: dots are their pointer or None, the first row, and the rows in all."""
+    dots_ptr, first, m = dots
+    x0, dots0 = gate_grad_bf16x2(dy[0], gate[0], up[0], PTX)
+    x1, dots1 = gate_grad_bf16x2(dy[1], gate[1], up[1], PTX)
+    x2, dots2 = gate_grad_bf16x2(dy[2], gate[2], up[2], PTX)
+    x3, dots3 = gate_grad_bf16x2(dy[3], gate[3], up[3], PTX)
+    if dots_ptr is not None:
+        # Summed in one order in all kernels that produce router_dots: fp32 sums that are equal bit for bit.
+        dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
+        dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
+        _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def rows_inside(tile_m, m, EVEN: tl.constexpr, BLOCK_M: tl.constexpr):
     """Which fours of a tile's rows are above m, a multiple of 4. EVEN: all of them."""
     if EVEN:
-        return tl.full((BLOCK // 4,), True, tl.int1)
+        return tl.full((BLOCK_M // 4,), True, tl.int1)
     else:
-        return tile_m * (BLOCK // 4) + tl.arange(0, BLOCK // 4) < m // 4
+        return tile_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4) < m // 4
 
 
 @triton.jit
-def words_inside(tile_k, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def words_inside(tile_k, k, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Which of a tile's words are left of k, a multiple of 2. EVEN: all of them."""
     if EVEN:
-        return tl.full((BLOCK // 2,), True, tl.int1)
+        return tl.full((BLOCK_K // 2,), True, tl.int1)
     else:
-        return tile_k * (BLOCK // 2) + tl.arange(0, BLOCK // 2) < k // 2
+        return tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2) < k // 2
 
 
 @triton.jit
-def inside_of_tile(tile_m, tile_k, m, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def inside_of_tile(tile_m, tile_k, m, k, CODE: tl.constexpr):
     """The mask of a tile's words, by fours of rows."""
-    return rows_inside(tile_m, m, EVEN, BLOCK)[:, None] & words_inside(tile_k, k, EVEN, BLOCK)[None, :]
+    rows = rows_inside(tile_m, m, CODE.even, CODE.block_m)
+    return rows[:, None] & words_inside(tile_k, k, CODE.even, CODE.block_k)[None, :]
 
 
 @triton.jit
-def offset_of_tile(tile_m, tile_k, words, BLOCK: tl.constexpr):
+def offset_of_tile(tile_m, tile_k, words, CODE: tl.constexpr):
     """Where a tile begins, and where in it a thread's first row of four is; `words` per row."""
     # The start is int64 and scalar; offsets within a tile fit in int32, at half the registers.
-    i, j = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2)
-    return tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2), i[:, None] * (4 * words) + j[None, :]
+    i, j = tl.arange(0, CODE.block_m // 4), tl.arange(0, CODE.block_k // 2)
+    start = tile_m.to(tl.int64) * CODE.block_m * words + tile_k * (CODE.block_k // 2)
+    return start, i[:, None] * (4 * words) + j[None, :]
 
 
 @triton.jit
 def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
     """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
-    r-th result, int32 [BLOCK / 4, BLOCK / 2].
+    r-th result, int32 [block_m / 4, block_k / 2].
 
     x_ptrs: x, token_of_row, weight_of_row, dy, router_dots, of which all but x may be None. CODE.swiglu: "" is x, or m
     rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
@@ -138,32 +154,53 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
     tile_m, tile_k = at
     m, k = sizes
     PTX: tl.constexpr = CODE.ptx
-    EVEN: tl.constexpr = CODE.even
-    BLOCK: tl.constexpr = CODE.block
-    i, j, words = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.multiple_of(k // 2, 8)
-    inside = inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK)
-    start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
+    BLOCK_M: tl.constexpr = CODE.block_m
+    BLOCK_K: tl.constexpr = CODE.block_k
+    i, j, words = tl.arange(0, BLOCK_M // 4), tl.arange(0, BLOCK_K // 2), tl.multiple_of(k // 2, 8)
+    inside = inside_of_tile(tile_m, tile_k, m, k, CODE)
+    start, offset = offset_of_tile(tile_m, tile_k, words, CODE)
     if CODE.swiglu == "forward":
         # Rows of x are twice as long as those of y: the row's offset counts twice.
-        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
+        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK_M + 4 * i)[:, None] * words
         return _load_swiglu(gate_ptrs, words, inside, PTX)
     elif CODE.swiglu == "backward":
         # A row of x is gate, then up, half words each; a tile is in one of them. It reads gate at the same place in
         # either case, and dy, whose rows are half as long.
-        half = tl.multiple_of(words // 2, BLOCK // 2)
-        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
+        half = tl.multiple_of(words // 2, BLOCK_K // 2)
+        left = tl.multiple_of(tile_k * (BLOCK_K // 2) % half, BLOCK_K // 2)
         # The tile's column in dx becomes its column within a half, at which gate is read.
-        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
-        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
-        blocks = half // (BLOCK // 2)  # tiles across gate; those after it are of up
-        dots = dots_ptr, tile_m * BLOCK, m
+        gate_ptrs = x_ptr + (start - tile_k * (BLOCK_K // 2) + left) + offset
+        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK_M * half + left + i[:, None] * (4 * half) + j[None, :]
+        blocks = half // (BLOCK_K // 2)  # tiles across gate; those after it are of up
+        dots = dots_ptr, tile_m * BLOCK_M, m
         return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k, blocks, inside, dots, PTX)
     elif token_ptr is not None:
-        rows, columns = rows_inside(tile_m, m, EVEN, BLOCK), words_inside(tile_k, k, EVEN, BLOCK)
-        row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
+        rows = rows_inside(tile_m, m, CODE.even, BLOCK_M)
+        row, column = tile_m * BLOCK_M + 4 * i, tile_k * (BLOCK_K // 2) + j
+        columns = words_inside(tile_k, k, CODE.even, BLOCK_K)
         return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
     else:
         return load_four_rows(x_ptr + start + offset, words, inside)
+
+
+@triton.jit
+def load_swiglu_grads(x_ptrs, at, sizes, CODE: tl.constexpr):
+    """The tile at the same place of the gradients of gate and of up, four rows each, as `load_tile` returns one: gate
+    and dy are read once for both. at: in a half of x. The rest as for `load_tile`."""
+    x_ptr, _, _, dy_ptr, dots_ptr = x_ptrs
+    tile_m, tile_k = at
+    m, k = sizes
+    words = tl.multiple_of(k // 2, 8)
+    half = tl.multiple_of(words // 2, CODE.block_k // 2)
+    start, offset = offset_of_tile(tile_m, tile_k, words, CODE)
+    start_dy, offset_dy = offset_of_tile(tile_m, tile_k, half, CODE)
+    inside = inside_of_tile(tile_m, tile_k, m, k, CODE)
+    gate = load_four_rows(x_ptr + start + offset, words, inside)
+    up = load_four_rows(x_ptr + half + start + offset, words, inside)
+    dy = load_four_rows(dy_ptr + start_dy + offset_dy, half, inside)
+    dots = dots_ptr, tile_m * CODE.block_m, m
+    gate_grad = _gate_grad(dy, gate, up, tile_k, half // (CODE.block_k // 2), dots, CODE.ptx)
+    return gate_grad, _up_grad(dy, gate, CODE.ptx)
 
 
 @triton.jit

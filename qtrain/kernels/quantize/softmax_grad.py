@@ -63,7 +63,8 @@ class SoftmaxCode(Encoding):
     """m and k are multiples of BLOCK: no masks."""
     z_loss: bool
     """Whether probabilities have a factor other than 1."""
-    block: int = BLOCK
+    block_m: int = BLOCK
+    block_k: int = BLOCK
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
     first, second = round_to_nearest(first, inv_scale, CODE), round_to_nearest(second, inv_scale, CODE)
     codes = two_codes(first, second, CODE)
     if has_special:
-        here = inside & (label >= left) & (label < left + CODE.block)
+        here = inside & (label >= left) & (label < left + CODE.block_k)
         word = tl.load(row_words + label // 2, here, 0)
         x = tl.where(first_of_pair, low_half(word), high_half(word)).to(tl.float32, bitcast=True)
         grad = tl.where(here, exp_less(x, log2_total, CODE.ptx) * weight - 1.0, 0.0)
@@ -139,15 +140,15 @@ def _quantize_softmax_grad_kernel(
     m, k, CODE: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK x BLOCK elements per CTA; a thread holds words of four rows. CODE: a `SoftmaxCode`."""
-    BLOCK: tl.constexpr = CODE.block
+    BLOCK: tl.constexpr = CODE.block_k
     EVEN: tl.constexpr = CODE.even
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_k = tl.cdiv(k, BLOCK)
     tile_m, tile_k = tile // tiles_k, tile % tiles_k
     # The hints let Triton vectorize loads and stores.
     words, words_t = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
-    inside = inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK)
-    start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
+    inside = inside_of_tile(tile_m, tile_k, m, k, CODE)
+    start, offset = offset_of_tile(tile_m, tile_k, words, CODE)
     x0, x1, x2, x3 = load_four_rows(logits_ptr + start + offset, words, inside, TWO_INF)
     # Scalars that the tile's end waits for; a stale absmax is as good.
     inv_scale, known_amax = inv_scale_of(tl.load(scale_ptr), False), tl.load(amax_ptr)

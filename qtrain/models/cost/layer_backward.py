@@ -6,8 +6,8 @@ Letters: T tokens of a micro-batch, t of a chunk, C width, I feed-forward width,
 reads, b bytes per element of the model's dtype.
 
 Alive at every moment are the gradient of the residual that comes in and the one that goes out, 2·T·C·b (in the MLP of
-adapters the first alone), and while a product runs, its weight in the form that it reads (`LinearBytes.temporary`). Besides, at the moments that can be the
-widest of a dense layer, in the order of the backward pass:
+adapters the first alone), and while a product runs, its weight in the form that it reads (`LinearBytes.temporary`).
+Besides, at the moments that can be the widest of a dense layer, in the order of the backward pass:
 
     down_proj's grad_input    the gradient of SwiGLU's output, T·I·b
     SwiGLU's backward         that, and gate_up's gradient, 2·T·I·b, or its codes; down's input is freed
@@ -160,7 +160,7 @@ class Layer:
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)
         at_attention -= tokens * ((inner + c) * element + gate_up)
         at_attention += max(size for name, size in self.read.items() if name not in DENSE_MLP)
-        # The residual's gradient that goes out does not exist yet. Where weights train, down_proj's may: as much is counted.
+        # The residual's gradient that goes out does not exist yet. Where weights train, down_proj's may.
         residual = self.residual / 2 if self.trained.adapters else self.residual
         return ByHalf(at_mlp + tokens * (residual + self.recomputed.at_mlp), at_attention)
 

@@ -46,8 +46,9 @@ def check(backward, device: str, dtype: torch.dtype, cases) -> None:
         # On the CPU: PyTorch's CUDA norm makes a whole row of weight gradients NaN where x has one Inf.
         found, truths = [t.cpu() for t in backward(*inputs, EPS)], in_pytorch([t.cpu().double() for t in inputs])
         assert found[0].dtype == dtype and found[1].dtype == torch.float32
+        in_dtype = in_pytorch([t.cpu() for t in inputs])
         for name, ours, truth, theirs in zip(
-            ("dx", "dweight"), (found[0], found[1].to(dtype)), truths, in_pytorch([t.cpu() for t in inputs]), strict=True
+            ("dx", "dweight"), (found[0], found[1].to(dtype)), truths, in_dtype, strict=True
         ):
             assert torch.equal(ours.isfinite(), truth.isfinite()), (case, name)
             ours, truth, theirs = (t.nan_to_num(0, 0, 0) for t in (ours, truth, theirs))
