@@ -1,7 +1,8 @@
 """Blockwise FP8 products on Hopper: a warp that only loads, and two warpgroups that multiply in turns.
 
-The products of `blockwise_mm.py` whose A has 1x128 blocks, dense or in groups of rows. The partial product of a block
-is scaled and added outside of the tensor cores, which are idle then unless another warpgroup multiplies. In a kernel of
+The products of `blockwise_mm.py` whose A has 1x128 blocks, dense or in groups of rows; with one scale for all, at
+strides of 0, also sums of `grouped_mm.py` that are accumulated in fp32. The partial product of a block is scaled and
+added outside of the tensor cores, which are idle then unless another warpgroup multiplies. In a kernel of
 `tl.dot` all warps wait for each other. Gluon gives them code of their own, as in DeepGEMM
 (github.com/deepseek-ai/DeepGEMM):
 

@@ -14,6 +14,19 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
+from qtrain.kernels.gemm.blockwise_wgmma import (
+    WGMMA_TILINGS,
+    WgmmaGroups,
+    WgmmaTiling,
+    launch_blockwise_wgmma,
+    supports_wgmma,
+)
+    WGMMA_TILINGS,
+    WgmmaGroups,
+    WgmmaTiling,
+    launch_blockwise_wgmma,
+    supports_wgmma,
+)
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name
 from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
@@ -27,7 +40,7 @@ from qtrain.kernels.grouped.per_group import (
     multiply_rows,
     own_columns,
 )
-from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_m_grouped
+from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_longest_first, launch_m_grouped
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 
@@ -92,15 +105,32 @@ def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[
     return [*(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
 
 
-def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
+def sums_mm_names(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast_accum: bool
+) -> list[str]:
     """The implementations of `k_grouped_mm` for these operands on a GPU, the best in general first."""
     n, k = a.shape[0], b.shape[0]
     if not kernels_take(a, a.shape[1], k, out_dtype):
         return []
+    names = _wgmma_names(a, b, scales, out_dtype) if not fast_accum else []
     if out_dtype.itemsize > 2:
         return [_TWO_WIDE.name, _SMALL.name]
     order = [_TWO, _LARGE, _TALL] if a.dtype == torch.int8 else [_LARGE, _TALL, _TWO]
-    return [*(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
+    return [*names, *(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
+
+
+def _wgmma_names(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> list[str]:
+    """The kernel of blockwise products, of one scale for all blocks: it adds partial sums to fp32 totals while the
+    tensor cores go on, where `tl.dot` waits."""
+    one_each = all(scale.numel() == 1 for scale in scales)
+    takes = one_each and supports_wgmma(a, b, _for_all_blocks(scales[1]), "1x128", "128x128", out_dtype)
+    # A warpgroup's 64 rows are of one group.
+    return list(WGMMA_TILINGS) if takes and a.shape[0] % 64 == 0 else []
+
+
+def _for_all_blocks(scale: Tensor) -> Tensor:
+    """fp32 [1] as the scales of blocks, whose strides are 0."""
+    return scale.as_strided((1, 1), (0, 0))
 
 
 def _library(a: Tensor, b: Tensor, n: int, k: int, out_dtype: torch.dtype) -> list[str]:
@@ -158,6 +188,17 @@ def m_grouped_mm(
     return run(choose("m_grouped_mm", key, names, run))
 
 
+def launch_sums_wgmma(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor, tiling: WgmmaTiling, starts: Tensor
+) -> None:
+    """out [E, N, K] as `launch_k_grouped` without fast accumulation; N a multiple of 64, scales fp32 [1]."""
+    groups, n, k = out.shape
+    blocks = WgmmaGroups("sums", launch_longest_first(starts), starts)
+    scales = _for_all_blocks(scale_a), _for_all_blocks(scale_b)
+    sizes = n, k, a.shape[1], groups
+    launch_blockwise_wgmma(a, b, *scales, out.view(groups * n, k), tiling, sizes, False, grouped=blocks)
+
+
 @operator("k_grouped_mm", fake=empty_sums)
 def k_grouped_mm(
     a: Tensor,
@@ -175,7 +216,8 @@ def k_grouped_mm(
     """
     check_kinds(a, b)
     a, b = a.contiguous(), b.contiguous()
-    names = sums_mm_names(a, b, out_dtype) if a.is_cuda and a.numel() and b.numel() else []
+    scales = scale_a, scale_b
+    names = sums_mm_names(a, b, scales, out_dtype, fast_accum) if a.is_cuda and a.numel() and b.numel() else []
     if not names or forced() == "ref":
         return k_grouped_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
@@ -189,9 +231,12 @@ def k_grouped_mm(
                 a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast_accum
             )
             launch_zero_empty(out, starts)  # nor sums of groups without rows
+            return out.view(groups * n, k)
+        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
+        if name in WGMMA_TILINGS:
+            launch_sums_wgmma(a, b, scale_a, scale_b, out, WGMMA_TILINGS[name], starts)
         else:
-            out, tiling = torch.empty(groups, n, k, dtype=out_dtype, device=a.device), SUMS_TILINGS[name]
-            launch_k_grouped(a, b, out, tiling, starts, (scale_a, scale_b), fast_accum=fast_accum)
+            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, scales, fast_accum=fast_accum)
         return out.view(groups * n, k)
 
     return run(choose("k_grouped_mm", key, names, run))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS
 from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.grouped import grouped_mm as module
@@ -11,8 +12,10 @@ from qtrain.kernels.grouped.grouped_mm import (
     SUMS_TILINGS,
     k_grouped_mm,
     k_grouped_mm_ref,
+    launch_sums_wgmma,
     m_grouped_mm,
     m_grouped_mm_ref,
+    sums_mm_names,
 )
 from qtrain.kernels.grouped.per_group import matrices
 from qtrain.kernels.grouped.persistent import (
@@ -22,6 +25,7 @@ from qtrain.kernels.grouped.persistent import (
     launch_m_grouped,
 )
 from qtrain.kernels.grouped.token_permutation import ALIGNMENT
+from tests.kernels.gemm.test_blockwise_wgmma import on_hopper
 from tests.kernels.gemm.test_scaled_mm import DTYPES, truth
 from tests.kernels.grouped.cases import (
     ROUTINGS,
@@ -210,6 +214,27 @@ def test_kernels_on_gpu(dtypes, fast_accum, n, k, groups, tokens):
         check_rows(g, n, k, dtypes, rows, ROLES[number % 2], n == 272, fast_accum)
         longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
         check_sums(g, n, k, dtypes, sums, n == 272, fast_accum, longest)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,k,groups,tokens", [(192, 144, 4, 150), (1536, 2048, 16, 4000), (64, 768, 8, 33)])
+@pytest.mark.parametrize("dtypes", DTYPES[1:])
+def test_sums_in_fp32_on_gpu(dtypes, n, k, groups, tokens):
+    """Of one scale a tensor, by the kernel of blockwise products: its partial sums go to fp32 totals."""
+    for routing in ROUTINGS:
+        g = routed(routing, groups, tokens, "cuda")
+        a, b, *scales = sums_operands(g, n, k, dtypes, n, True)
+        for t in (a, b):
+            t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F  # as above
+        names = sums_mm_names(a, b, tuple(scales), torch.bfloat16, fast_accum=False)
+        assert [name for name in names if name in WGMMA_TILINGS], names
+        assert not {*sums_mm_names(a, b, tuple(scales), torch.bfloat16, fast_accum=True)} & {*WGMMA_TILINGS}
+        expected, size = expected_and_size(k_grouped_mm_ref, a, b, *scales, g.starts)
+        for tiling in WGMMA_TILINGS.values():
+            out = torch.full((g.count, n, k), 7.0, dtype=torch.bfloat16, device="cuda")
+            launch_sums_wgmma(a, b, *scales, out, tiling, g.starts)
+            close(out.view(-1, k), expected, dtypes, size, fast_accum=False)
 
 
 @pytest.mark.gpu
