@@ -21,12 +21,6 @@ from qtrain.kernels.gemm.blockwise_wgmma import (
     launch_blockwise_wgmma,
     supports_wgmma,
 )
-    WGMMA_TILINGS,
-    WgmmaGroups,
-    WgmmaTiling,
-    launch_blockwise_wgmma,
-    supports_wgmma,
-)
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name
 from qtrain.kernels.gemm.scaled_mm import check_kinds, scaled_mm_ref
