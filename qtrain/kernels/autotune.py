@@ -122,6 +122,8 @@ def _fastest(names: Sequence[str], run: Run) -> str:
             working.append(name)
         except torch.cuda.OutOfMemoryError as error:  # others may need less
             out_of_memory = error.with_traceback(None)  # whose frames would keep what this one has allocated
+        except NameError:  # a mistake in our code: left out, nobody would see it
+            raise
         except Exception:  # too much shared memory for this GPU, or a shape that a library lacks
             pass
     if out_of_memory and not working:

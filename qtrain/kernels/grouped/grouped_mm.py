@@ -210,8 +210,8 @@ def k_grouped_mm(
     """
     check_kinds(a, b)
     a, b = a.contiguous(), b.contiguous()
-    scales = scale_a, scale_b
-    names = sums_mm_names(a, b, scales, out_dtype, fast_accum) if a.is_cuda and a.numel() and b.numel() else []
+    both = scale_a, scale_b
+    names = sums_mm_names(a, b, both, out_dtype, fast_accum) if a.is_cuda and a.numel() and b.numel() else []
     if not names or forced() == "ref":
         return k_grouped_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
@@ -230,7 +230,7 @@ def k_grouped_mm(
         if name in WGMMA_TILINGS:
             launch_sums_wgmma(a, b, scale_a, scale_b, out, WGMMA_TILINGS[name], starts)
         else:
-            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, scales, fast_accum=fast_accum)
+            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, both, fast_accum=fast_accum)
         return out.view(groups * n, k)
 
     return run(choose("k_grouped_mm", key, names, run))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS
 from qtrain.kernels.gemm.persistent import Tiling
@@ -214,6 +215,32 @@ def test_kernels_on_gpu(dtypes, fast_accum, n, k, groups, tokens):
         check_rows(g, n, k, dtypes, rows, ROLES[number % 2], n == 272, fast_accum)
         longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
         check_sums(g, n, k, dtypes, sums, n == 272, fast_accum, longest)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tensorwise", [False, True])
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_each_candidate_of_sums_is_launched(dtype, tensorwise, fast_accum, monkeypatch):
+    """On tensors that are said to be a GPU's: the autotuner leaves out a candidate that raises."""
+    launched = []
+
+    def every_name(op, key, names, run):
+        assert all(run(name).shape == (4 * 192, 256) for name in names)
+        assert len(launched) == len(names)
+        return names[0]
+
+    monkeypatch.setattr("qtrain.kernels.gemm.blockwise_wgmma.has_wgmma", lambda device: True)
+    monkeypatch.setattr(module, "has_fp8", lambda device: True)
+    monkeypatch.setattr(module, "choose", every_name)
+    monkeypatch.setattr(module, "_library", lambda *args: [])
+    for name in ("launch_sums_wgmma", "launch_k_grouped"):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: launched.append(name))
+    with FakeTensorMode():
+        a, b = (torch.empty(rows, 1024, dtype=dtype, device="cuda") for rows in (192, 256))
+        scales = (torch.empty(1 if tensorwise else 4 * rows, device="cuda") for rows in (192, 256))
+        starts = torch.empty(5, dtype=torch.int32, device="cuda")
+        k_grouped_mm._init_fn(a, b, *scales, starts, torch.bfloat16, fast_accum)
+    assert ("launch_sums_wgmma" in launched) == (tensorwise and not fast_accum and dtype != torch.int8)
 
 
 @on_hopper
