@@ -1,6 +1,6 @@
 """Quantizes bf16 in both layouts to 8 bits (FP8 or INT8): weights, inputs and gradients, also those of a SwiGLU.
 
-The same codes as `tiled.py`, in few instructions and registers, so that three CTAs share an SM and overlap loads with
+The same codes as `tiled.py`, in few instructions and registers, so that several CTAs share an SM and overlap loads with
 compute. Two neighbors of a row stay in the 32-bit word that they were read in, their absmax is taken of both at once,
 and a thread holds words of four consecutive rows: four codes of a column are a word again, and only words go through
 shared memory to be transposed. Either layout may be rounded stochastically: a Philox draw's four words belong to four
@@ -36,7 +36,7 @@ PAIRS = (*BLOCK_PAIRS, ("rowwise", "rowwise"), ("tensorwise", "tensorwise"))
 """All that the kernel computes, in 8-bit formats; the last two after an absmax pass."""
 
 
-class Tile(NamedTuple):
+class DualTiling(NamedTuple):
     """What a CTA quantizes."""
 
     rows: int
@@ -46,19 +46,19 @@ class Tile(NamedTuple):
     """Of a thread; None: as many as the compiler takes."""
 
 
-def tile_of(swiglu: str, scales: str) -> Tile:
+def dual_tiling(swiglu: str, scales: str) -> DualTiling:
     """Of what is quantized and the row codes' scales, as in `DualCode`. Measured on an H200, to nearest and stochastic:
     with eight warps of few registers a SwiGLU's arithmetic hides behind loads, 95% of the copy bandwidth; with four of
     168 registers it took a fifth longer."""
     if swiglu == "both":
-        return Tile(64, 64, 4, None)
+        return DualTiling(64, 64, 4, None)
     if scales == "given":
-        return Tile(64, BLOCK, 8 if swiglu else 4, None)
+        return DualTiling(64, BLOCK, 8 if swiglu else 4, None)
     if scales == "1x128" and swiglu:
-        return Tile(BLOCK, BLOCK, 8, 128)
+        return DualTiling(BLOCK, BLOCK, 8, 128)
     if scales in ("1x128", "rowwise"):
-        return Tile(BLOCK, BLOCK, 4, 168)
-    return Tile(BLOCK, BLOCK, 8, None if swiglu == "forward" else 80)
+        return DualTiling(BLOCK, BLOCK, 4, 168)
+    return DualTiling(BLOCK, BLOCK, 8, None if swiglu == "forward" else 80)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def launch_dual_bf16x2(
         assert source_t is not None
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
     source_of_codes = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
-    tile = tile_of(source_of_codes, "given" if given else granularity)
+    tile = dual_tiling(source_of_codes, "given" if given else granularity)
     if router_dots is not None:  # those of BLOCK columns
         tile = tile._replace(columns=BLOCK)
     code = DualCode(
