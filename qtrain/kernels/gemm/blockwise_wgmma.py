@@ -2,9 +2,8 @@
 
 The products of `blockwise_mm.py` whose A has 1x128 blocks, dense or in groups of rows; with one scale for all, at
 strides of 0, also sums of `grouped_mm.py` that are accumulated in fp32. The partial product of a block is scaled and
-added outside of the tensor cores, which are idle then unless another warpgroup multiplies. In a kernel of
-`tl.dot` all warps wait for each other. Gluon gives them code of their own, as in DeepGEMM
-(github.com/deepseek-ai/DeepGEMM):
+added outside of the tensor cores, which are idle then unless another warpgroup multiplies. In a kernel of `tl.dot` all
+warps wait for each other. Gluon gives them code of their own, as in DeepGEMM (github.com/deepseek-ai/DeepGEMM):
 
     one warp            loads the tile's rows of A and B by TMA, as many steps of K ahead as shared memory holds
     two warpgroups      64 rows of the tile each: multiply 128 columns of one step, then scale and add them

@@ -28,7 +28,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import check_kinds
-from qtrain.kernels.grouped.grouped_mm import kernels_take
+from qtrain.kernels.grouped.grouped_mm import kernels_take, launch_sums_wgmma
 from qtrain.kernels.grouped.per_group import (
     check_groups,
     empty_rows,
@@ -229,10 +229,7 @@ def launch_grouped_sums_blockwise(
     """
     (groups, n, k), t = out.shape, tiling
     if isinstance(t, WgmmaTiling):
-        launch_blockwise_wgmma(
-            a, b, scale_a, scale_b, out.view(groups * n, k), t, (n, k, a.shape[1], groups), block_b == "1x128",
-            grouped=WgmmaGroups("sums", launch_longest_first(starts), starts),
-        )  # fmt: skip
+        launch_sums_wgmma(a, b, scale_a, scale_b, out, t, starts, block_b == "1x128")
         return out
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # output tiles of all groups

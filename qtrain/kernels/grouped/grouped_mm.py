@@ -106,23 +106,23 @@ def sums_mm_names(
     n, k = a.shape[0], b.shape[0]
     if not kernels_take(a, a.shape[1], k, out_dtype):
         return []
-    names = _wgmma_names(a, b, scales, out_dtype) if not fast_accum else []
     if out_dtype.itemsize > 2:
         return [_TWO_WIDE.name, _SMALL.name]
     order = [_TWO, _LARGE, _TALL] if a.dtype == torch.int8 else [_LARGE, _TALL, _TWO]
-    return [*names, *(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
+    in_fp32 = [] if fast_accum else _wgmma_names(a, b, scales, out_dtype)
+    return [*in_fp32, *(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
 
 
 def _wgmma_names(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> list[str]:
     """The kernel of blockwise products, of one scale for all blocks: it adds partial sums to fp32 totals while the
     tensor cores go on, where `tl.dot` waits."""
     one_each = all(scale.numel() == 1 for scale in scales)
-    takes = one_each and supports_wgmma(a, b, _for_all_blocks(scales[1]), "1x128", "128x128", out_dtype)
+    takes = one_each and supports_wgmma(a, b, for_all_blocks(scales[1]), "1x128", "128x128", out_dtype)
     # A warpgroup's 64 rows are of one group.
     return list(WGMMA_TILINGS) if takes and a.shape[0] % 64 == 0 else []
 
 
-def _for_all_blocks(scale: Tensor) -> Tensor:
+def for_all_blocks(scale: Tensor) -> Tensor:
     """fp32 [1] as the scales of blocks, whose strides are 0."""
     return scale.as_strided((1, 1), (0, 0))
 
@@ -183,14 +183,21 @@ def m_grouped_mm(
 
 
 def launch_sums_wgmma(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor, tiling: WgmmaTiling, starts: Tensor
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out: Tensor,
+    tiling: WgmmaTiling,
+    starts: Tensor,
+    vector_b: bool = False,
 ) -> None:
-    """out [E, N, K] as `launch_k_grouped` without fast accumulation; N a multiple of 64, scales fp32 [1]."""
+    """out [E, N, K] as `launch_k_grouped`, added to fp32 totals; N a multiple of 64, scales of blocks as for
+    `launch_blockwise_wgmma`, vector_b too."""
     groups, n, k = out.shape
     blocks = WgmmaGroups("sums", launch_longest_first(starts), starts)
-    scales = _for_all_blocks(scale_a), _for_all_blocks(scale_b)
     sizes = n, k, a.shape[1], groups
-    launch_blockwise_wgmma(a, b, *scales, out.view(groups * n, k), tiling, sizes, False, grouped=blocks)
+    launch_blockwise_wgmma(a, b, scale_a, scale_b, out.view(groups * n, k), tiling, sizes, vector_b, grouped=blocks)
 
 
 @operator("k_grouped_mm", fake=empty_sums)
@@ -210,8 +217,8 @@ def k_grouped_mm(
     """
     check_kinds(a, b)
     a, b = a.contiguous(), b.contiguous()
-    both = scale_a, scale_b
-    names = sums_mm_names(a, b, both, out_dtype, fast_accum) if a.is_cuda and a.numel() and b.numel() else []
+    scales = scale_a, scale_b
+    names = sums_mm_names(a, b, scales, out_dtype, fast_accum) if a.is_cuda and a.numel() and b.numel() else []
     if not names or forced() == "ref":
         return k_grouped_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
@@ -220,17 +227,18 @@ def k_grouped_mm(
 
     def run(name: str) -> Tensor:
         if name == "cublas":
-            scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
+            row_scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
             out = torch._scaled_grouped_mm(
-                a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast_accum
+                a, b.t(), *row_scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast_accum
             )
             launch_zero_empty(out, starts)  # nor sums of groups without rows
             return out.view(groups * n, k)
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
         if name in WGMMA_TILINGS:
-            launch_sums_wgmma(a, b, scale_a, scale_b, out, WGMMA_TILINGS[name], starts)
+            of_blocks = for_all_blocks(scale_a), for_all_blocks(scale_b)
+            launch_sums_wgmma(a, b, *of_blocks, out, WGMMA_TILINGS[name], starts)
         else:
-            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, both, fast_accum=fast_accum)
+            launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, scales, fast_accum=fast_accum)
         return out.view(groups * n, k)
 
     return run(choose("k_grouped_mm", key, names, run))

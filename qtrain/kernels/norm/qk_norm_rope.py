@@ -17,8 +17,8 @@ Memory-bound. Bytes per token, of b-byte elements, with H query and KV key heads
 The kernels take 82 and 140 us there, Inductor 176 and 370 us: it reads q and k once for the norm and once for the
 rotation, and writes the gradients of q, k and v before it concatenates them.
 
-In backward each CTA adds up the gradients of the
-weights, and a second launch adds up those of the CTAs, in a fixed order.
+In backward each CTA adds up the gradients of the weights, and a second launch adds up those of the CTAs, in a fixed
+order.
 """
 
 from typing import Any

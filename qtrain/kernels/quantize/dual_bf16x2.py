@@ -210,22 +210,23 @@ def launch_dual_bf16x2(
     if grouped:
         assert source_t is not None
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
-    source_of_codes = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
-    tile = dual_tiling(source_of_codes, "given" if given else granularity)
+    quantized = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
+    scales, scales_t = ("given", "given") if given else (granularity, granularity_t)
+    tile = dual_tiling(quantized, scales)
     if router_dots is not None:  # those of BLOCK columns
         tile = tile._replace(columns=BLOCK)
     code = DualCode(
         **vars(encoding(fmt, x.device, power_of_two)),
-        scales="given" if given else granularity,
-        scales_t="given" if given else granularity_t,
+        scales=scales,
+        scales_t=scales_t,
         stochastic=rounding.row_key is not None,
         stochastic_t=rounding.column_key is not None,
         even=m % tile.rows == k % tile.columns == 0,
-        swiglu=source_of_codes,
+        swiglu=quantized,
         block_m=tile.rows,
         block_k=tile.columns,
     )
-    tiles_k = triton.cdiv(k, tile.columns) // (2 if source_of_codes == "both" else 1)
+    tiles_k = triton.cdiv(k, tile.columns) // (2 if quantized == "both" else 1)
     _dual_kernel[(triton.cdiv(m, tile.rows) * tiles_k,)](
         (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
         (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),

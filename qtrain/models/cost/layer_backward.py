@@ -160,7 +160,8 @@ class Layer:
         at_attention = tokens * (self.residual + self.attention + self.recomputed.layer)
         at_attention -= tokens * ((inner + c) * element + gate_up)
         at_attention += max(size for name, size in self.read.items() if name not in DENSE_MLP)
-        # The residual's gradient that goes out does not exist yet. Where weights train, down_proj's may.
+        # The residual's gradient that goes out does not exist yet. Where weights train, that of down_proj may: it is
+        # taken to be as large.
         residual = self.residual / 2 if self.trained.adapters else self.residual
         return ByHalf(at_mlp + tokens * (residual + self.recomputed.at_mlp), at_attention)
 

@@ -11,6 +11,7 @@ from qtrain.kernels.grouped import grouped_mm as module
 from qtrain.kernels.grouped.grouped_mm import (
     ROWS_TILINGS,
     SUMS_TILINGS,
+    for_all_blocks,
     k_grouped_mm,
     k_grouped_mm_ref,
     launch_sums_wgmma,
@@ -260,7 +261,7 @@ def test_sums_in_fp32_on_gpu(dtypes, n, k, groups, tokens):
         expected, size = expected_and_size(k_grouped_mm_ref, a, b, *scales, g.starts)
         for tiling in WGMMA_TILINGS.values():
             out = torch.full((g.count, n, k), 7.0, dtype=torch.bfloat16, device="cuda")
-            launch_sums_wgmma(a, b, *scales, out, tiling, g.starts)
+            launch_sums_wgmma(a, b, *(for_all_blocks(s) for s in scales), out, tiling, g.starts)
             close(out.view(-1, k), expected, dtypes, size, fast_accum=False)
 
 
