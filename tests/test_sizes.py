@@ -107,9 +107,25 @@ def test_a_plan_beyond_the_hosts_memory_warns_in_a_line(monkeypatch):
 def test_the_hosts_memory_is_that_of_its_cgroup_if_lower(tmp_path, monkeypatch, limit, expected):
     if limit:
         (tmp_path / "limit").write_text(limit)
-    monkeypatch.setattr(memory, "CGROUP_LIMITS", (str(tmp_path / "limit"),))
+    monkeypatch.setattr(memory, "CGROUPS", {tmp_path: ("limit", "used")})
     total = next(int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines())
     assert memory.host_memory() == pytest.approx(expected or total, rel=0.01)
+
+
+@pytest.mark.parametrize("cached", ["inactive_file 500\n", "total_inactive_file 500\n"])
+def test_what_a_cgroup_has_left_is_available(tmp_path, monkeypatch, cached):
+    text = "MemTotal:  8000 kB\nMemFree:  1 kB\nMemAvailable:     7 kB\n"
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUPS", {tmp_path: ("limit", "used")})
+    assert memory.available_memory() is None is memory.pinnable_memory()
+    (tmp_path / "meminfo").write_text(text)
+    assert memory.available_memory() == 7 * 1024
+    for name, content in (("limit", "8000\n"), ("used", "3000\n"), ("memory.stat", f"anon 2500\n{cached}file 500\n")):
+        (tmp_path / name).write_text(content)
+    assert memory.available_memory() == 8000 - 3000 + 500
+    assert memory.pinnable_memory() == 5500 - 1600  # a fifth of 8000 stays free
+    (tmp_path / "limit").write_text("max\n")
+    assert memory.available_memory() == 7 * 1024
 
 
 def test_the_plan_counts_epochs_of_token_shards():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.errors import TrainingStopped
+from qtrain.core.hardware.memory import available_memory
 
 PORTABLE = 1
 """cudaHostRegisterPortable."""
@@ -44,10 +45,14 @@ class _Locked:
 
 
 def locked_memory(size: int) -> Tensor | None:
-    """Page-locked memory of `size` bytes, uint8; None where the system refuses to lock as much. It is unlocked with its
-    last tensor."""
+    """Page-locked memory of `size` bytes, uint8; None where the system has not as much or refuses to lock it. It is
+    unlocked with its last tensor."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
+    # What is locked cannot be swapped: the kernel would kill a process of its choice.
+    available = available_memory()
+    if available is not None and size > available:
+        return None
     memory = _Locked(size)
     return torch.from_numpy(np.asarray(memory)) if memory.locked else None
 
@@ -59,8 +64,9 @@ def host_memory_for(device: torch.device, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     if (memory := locked_memory(size)) is None:
         raise TrainingStopped(
-            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU; name "
-            "less in --offload, or raise the limit (ulimit -l)."
+            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU, of "
+            f"{(available_memory() or 0) / 2**30:.2f} that are free; name less in --offload, end what else uses the "
+            "memory, or raise the limit (ulimit -l)."
         )
     return memory
 

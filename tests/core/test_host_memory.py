@@ -55,6 +55,14 @@ def test_a_refusal_is_told_with_the_fix(monkeypatch):
         host_memory_for(GPU, 4096)
 
 
+def test_more_than_is_free_is_not_even_tried(monkeypatch):
+    runtime(monkeypatch)
+    monkeypatch.setattr("qtrain.core.host_memory.available_memory", lambda: 2**20)
+    assert locked_memory(2**20) is not None and locked_memory(2**20 + 1) is None
+    with pytest.raises(TrainingStopped, match=r"lock 0\.25 GiB more .* of 0\.00 that are free"):
+        host_memory_for(GPU, 2**28)
+
+
 def test_a_tensor_on_the_host_is_like_its_original():
     found = host_tensor_like(torch.empty(4, 6, dtype=torch.bfloat16).t(), torch.device("cpu"))
     assert (found.shape, found.dtype, found.is_contiguous()) == ((6, 4), torch.bfloat16, True)

@@ -10,7 +10,7 @@ import torch
 
 from qtrain.core.errors import unknown_name
 from qtrain.core.hardware.datasheets import DATASHEET, HOST_LINK_REACHED, planned_gpus, product_of
-from qtrain.core.hardware.memory import ALLOCATOR_HOLES, CUDA_OUTSIDE, host_memory
+from qtrain.core.hardware.memory import ALLOCATOR_HOLES, CUDA_OUTSIDE, host_memory, pinnable_memory
 from qtrain.core.hardware.rates import host_link_rate, measured_peaks
 
 RUNS_AS = {"int4": "int8"}
@@ -32,6 +32,11 @@ class Hardware:
     host_bandwidth: float | None = None
     """Bytes per second between a GPU and host memory, each way; None: not known, or no GPU."""
     is_gpu: bool = False
+    pinnable: int | None = None
+    """Bytes of the host's memory that the processes of this machine's GPUs may pin together; None: not known, as of a
+    GPU that is not here."""
+    gpus: int = 1
+    """Of the machine, where `pinnable` is known."""
     software: str = ""
     """Of a device that is here: its free memory, and the versions that its speed depends on."""
 
@@ -62,7 +67,8 @@ def describe_hardware(device: torch.device) -> Hardware:
     known = DATASHEET.get(product_of(properties.name))
     peaks = measured_peaks(device) if known is None else known.peaks
     link = None if known is None else HOST_LINK_REACHED * known.host_link * 1e9
-    return Hardware(properties.name, peaks, properties.total_memory, known is None, link, True)
+    host = {"pinnable": pinnable_memory(), "gpus": torch.cuda.device_count()}
+    return Hardware(properties.name, peaks, properties.total_memory, known is None, link, True, **host)
 
 
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +19,14 @@ ALLOCATOR_HOLES = 0.016
 """Of the tensors' peak, what PyTorch's allocator reserves beside it and cannot use, in holes between the tensors of
 recorded steps: measured on an H100, 0.5% to 1.6% (with `expandable_segments`, `core/process.py`)."""
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
+CGROUPS = {
+    Path("/sys/fs/cgroup"): ("memory.max", "memory.current"),
+    Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Where a cgroup of version 2, and of version 1, tells its limit and what is used."""
+MEMINFO = Path("/proc/meminfo")
+LEFT_FREE = 0.2
+"""Of the host's memory, what is not pinned: it is for the data, checkpoints and the system."""
 
 
 def limit_allocator(device: torch.device, limit: int) -> None:
@@ -68,10 +76,31 @@ def host_memory() -> int | None:
     found = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit in CGROUP_LIMITS:
+    for folder, (limit, _) in CGROUPS.items():
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            found.append(int(Path(limit).read_text()))
+            found.append(int((folder / limit).read_text()))
     return min(found, default=None)
+
+
+def available_memory() -> int | None:
+    """Bytes of the host's memory that can still be allocated: what other processes use is not among them, what the
+    system would drop from its caches is. None where the system does not tell."""
+    found = []
+    with contextlib.suppress(OSError, TypeError):
+        found.append(1024 * int(re.search(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)[1]))
+    for folder, names in CGROUPS.items():
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            limit, used = (int((folder / name).read_text()) for name in names)
+            stat = (folder / "memory.stat").read_text()
+            cached = int(re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)[1])
+            found.append(limit - used + cached)
+    return min(found, default=None)
+
+
+def pinnable_memory() -> int | None:
+    """Bytes of the host's memory that runs may pin, so that `LEFT_FREE` of it stays free. None: not known."""
+    total, available = host_memory(), available_memory()
+    return None if total is None or available is None else max(0, round(available - LEFT_FREE * total))
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

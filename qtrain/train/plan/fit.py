@@ -15,7 +15,6 @@ from itertools import chain, combinations
 from typing import Any
 
 from qtrain.core.errors import UserError
-from qtrain.core.hardware.memory import host_memory
 from qtrain.models.native.loss import chunk_rows
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -43,8 +42,6 @@ RECOMPUTED = (
 """Sets of kinds of `--recompute`, in the order of the bytes that they leave."""
 LITTLE_FREE = 0.75
 """Of the device's memory: a plan that takes more is not asked whether it could be faster."""
-HOST_SHARE = 0.8
-"""Of the host's memory, what may be pinned: the rest is for the data, checkpoints and the system."""
 
 Flags = Mapping[str, Any]
 """Settings by name that differ from those that were asked for."""
@@ -57,14 +54,6 @@ class Candidate:
     checked: CheckedSettings
     flags: Flags
     plan: Plan
-
-    @property
-    def fits(self) -> bool:
-        if not self.plan.fits or not self.plan.host_bytes:
-            return self.plan.fits
-        # The host of a GPU that is only planned for is not this one.
-        host = host_memory() if self.checked.device.type == "cuda" else None
-        return self.plan.host_bytes <= HOST_SHARE * (host or math.inf)
 
     def command(self) -> str:
         """The flags as a command line has them."""
@@ -84,7 +73,7 @@ def candidates(
         for group in alternatives:
             found = list(_of_group(checked, group, plan_of))
             yield from found
-            if found and found[0].fits and found[0].flags == group[0][0]:
+            if found and found[0].plan.fits and found[0].flags == group[0][0]:
                 break  # the fastest of all alternatives
 
 
@@ -94,17 +83,17 @@ def _of_group(
     # The first is the fastest of its group, the last takes least: where that does not fit, none does.
     ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
     yield from (end for end in ends if end is not None)
-    if ends[0] is None or ends[0].fits or ends[1] is None or not ends[1].fits:
+    if ends[0] is None or ends[0].plan.fits or ends[1] is None or not ends[1].plan.fits:
         return
     for by_chunks in group:
         first, last = (_candidate(checked, flags, plan_of) for flags in (by_chunks[0], by_chunks[-1]))
-        if first is not None and first.fits:
+        if first is not None and first.plan.fits:
             yield first
             break  # what comes next recomputes more
-        if last is not None and last.fits:
+        if last is not None and last.plan.fits:
             between = (_candidate(checked, flags, plan_of) for flags in by_chunks[1:-1])
             # More chunks only cost more.
-            yield next((candidate for candidate in between if candidate is not None and candidate.fits), last)
+            yield next((candidate for candidate in between if candidate is not None and candidate.plan.fits), last)
 
 
 def _candidate(checked: CheckedSettings, flags: Flags, plan_of: Callable[[CheckedSettings], Plan]) -> Candidate | None:
@@ -118,7 +107,7 @@ def _candidate(checked: CheckedSettings, flags: Flags, plan_of: Callable[[Checke
 
 def fastest(found: Iterator[Candidate] | list[Candidate]) -> Candidate | None:
     """The fastest that fits, of equal ones that which takes least; None: none fits."""
-    fitting = [candidate for candidate in found if candidate.fits]
+    fitting = [candidate for candidate in found if candidate.plan.fits]
     return min(fitting, key=lambda c: (c.plan.step_seconds, c.plan.memory_taken), default=None)
 
 
@@ -131,9 +120,10 @@ def fit(checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan]) ->
         raise _nothing_fits(found, checked.settings)
     free = min(found, key=lambda c: c.plan.step_seconds)  # as if there were no limit
     slower = chosen.plan.step_seconds / free.plan.step_seconds - 1
+    fitting = sum(candidate.plan.fits for candidate in found)
     lines = [
-        f"fit     {chosen.command() or 'no flag'}: the fastest of {sum(c.fits for c in found)} settings that fit, of "
-        f"{len(found)}; by the plan a step takes {chosen.plan.step_seconds:.2f} s"
+        f"fit     {chosen.command() or 'no flag'}: the fastest of {fitting} settings that fit, of {len(found)}; "
+        f"by the plan a step takes {chosen.plan.step_seconds:.2f} s"
         + (f", {100 * slower:.1f}% more than without a limit ({free.command()})" if slower > 1e-4 else "")
     ]
     if chosen.plan.host:
@@ -311,9 +301,12 @@ def _changed(checked: CheckedSettings, flags: Flags) -> CheckedSettings:
 
 def _smallest(found: list[Candidate]) -> str:
     least = min(found, key=lambda c: c.plan.memory_taken)
+    plan = least.plan
+    pinned = f" and {plan.host_bytes / GIB:.1f} GiB of pinned host memory" if plan.host else ""
+    pinned += f", of which {plan.host_limit / GIB:.1f} may be pinned" if plan.host_bytes > plan.host_limit else ""
     return (
-        f"the least that settings of memory reach is {least.plan.memory_taken / GIB:.1f} GiB ({least.command()}), most "
-        f"at {least.plan.moment}; take a smaller --model, --optim adamw_8bit, or more GPUs"
+        f"the least that settings of memory reach is {plan.memory_taken / GIB:.1f} GiB{pinned} ({least.command()}), "
+        f"most at {plan.moment}; take a smaller --model, --optim adamw_8bit, or more GPUs"
     )
 
 

@@ -127,9 +127,16 @@ class Plan:
         return sum(self.host.values())
 
     @property
+    def host_limit(self) -> float:
+        """Bytes of host memory that a process may pin, of the several of this machine."""
+        pinnable = self.hardware.pinnable
+        return math.inf if pinnable is None else pinnable / min(self.geometry.devices, self.hardware.gpus)
+
+    @property
     def fits(self) -> bool:
-        """Whether the device's memory, where it is known, is enough."""
-        return self.memory_taken <= (self.hardware.memory_bytes or math.inf)  # unknown: taken to fit
+        """Whether the memory of the device and of the host, where it is known, is enough."""
+        have = self.hardware.memory_bytes or math.inf  # unknown: taken to fit
+        return self.memory_taken <= have and self.host_bytes <= self.host_limit
 
     def settings_in_force(self, settings: TrainSettings) -> TrainSettings:
         """The settings with the values of the batch geometry in place of zeros."""
@@ -183,7 +190,8 @@ class Plan:
         rows = [("memory", f"{taken / GIB:.2f}{of} GiB, most at {self.moment}: {kinds}")]
         if self.host:
             kinds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.host.items())
-            rows.append(("", f"{self.host_bytes / GIB:.2f} GiB of pinned host memory: {kinds}"))
+            of = f" of {self.host_limit / GIB:.1f}" if self.host_limit < math.inf else ""
+            rows.append(("", f"{self.host_bytes / GIB:.2f}{of} GiB of pinned host memory: {kinds}"))
         if not self.fits:
             rows.append(("", "warning: this does not fit" + "".join(f"; {line}" for line in self.advice)))
         else:

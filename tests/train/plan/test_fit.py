@@ -11,6 +11,7 @@ import llm_pretrain
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.optim import OPTIMIZERS
+from qtrain.train.assembly import prepare as assembly
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
@@ -180,6 +181,37 @@ def test_a_plan_with_much_free_memory_says_what_is_faster():
     assert "GiB are free: by the plan --activation_checkpointing none" in advice and "% faster" in advice
     best, architecture = fitted(model="qwen2.5-0.5b", batch_size=64)
     assert plan_of(best, architecture).advice == ()
+
+
+def on_a_host(monkeypatch, pinnable: float, gpus: int = 1) -> None:
+    """The planned GPUs are in a machine of whose memory so many GiB may be pinned."""
+
+    def hardware(*arguments):
+        return dataclasses.replace(planned_hardware(*arguments), pinnable=round(pinnable * GIB), gpus=gpus)
+
+    monkeypatch.setattr(assembly, "planned_hardware", hardware)
+
+
+def test_what_the_host_cannot_pin_does_not_fit(monkeypatch):
+    on_a_host(monkeypatch, 30)
+    assert {*plan_of(*fitted()).host} == {"m", "v"}  # 28.4 GiB
+    on_a_host(monkeypatch, 20)
+    least = plan_of(*fitted())
+    assert least.fits and 0 < least.host_bytes <= 20 * GIB  # one of both, or residuals
+    with pytest.raises(UserError, match=r"GiB and 5\d\.\d GiB of pinned host memory, of which 20\.0 may be pinned"):
+        fitted(memory_limit=24)
+
+
+def test_processes_share_what_the_host_can_pin(monkeypatch):
+    given = {"fit": "off", "micro_batch_size": 4, "offload": ("m", "v")}
+    on_a_host(monkeypatch, 30, gpus=4)  # the run is one process
+    plan = plan_of(*fitted(**given))
+    assert plan.fits and " of 30.0 GiB of pinned host memory: " in "\n".join(plan.lines())
+    four = dataclasses.replace(plan, geometry=dataclasses.replace(plan.geometry, world=4))
+    assert four.host_limit == 7.5 * GIB and not four.fits
+    on_a_host(monkeypatch, 20)
+    plan = plan_of(*fitted(**given))
+    assert not plan.fits and "warning: this does not fit; --" in "\n".join(plan.lines())
 
 
 def test_a_limit_is_the_memory_of_the_plan_and_at_most_the_devices():
