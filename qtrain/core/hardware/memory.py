@@ -86,15 +86,19 @@ def available_memory() -> int | None:
     """Bytes of the host's memory that can still be allocated: what other processes use is not among them, what the
     system would drop from its caches is. None where the system does not tell."""
     found = []
-    with contextlib.suppress(OSError, TypeError):
-        found.append(1024 * int(re.search(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)[1]))
+    with contextlib.suppress(OSError):
+        found += [1024 * n for n in _numbers(r"MemAvailable: +(\d+) kB", MEMINFO)]
     for folder, names in CGROUPS.items():
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((folder / name).read_text()) for name in names)
-            stat = (folder / "memory.stat").read_text()
-            cached = int(re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)[1])
-            found.append(limit - used + cached)
+            cached = _numbers(r"(?:total_)?inactive_file (\d+)", folder / "memory.stat")
+            found.append(limit - used + max(cached, default=0))  # the total, where there is one, is the larger
     return min(found, default=None)
+
+
+def _numbers(pattern: str, file: Path) -> list[int]:
+    """Those of the file's lines that match."""
+    return [int(number) for number in re.findall(f"^{pattern}$", file.read_text(), re.MULTILINE)]
 
 
 def pinnable_memory() -> int | None:
