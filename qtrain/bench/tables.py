@@ -103,7 +103,7 @@ def _cell_record(cell: Cell) -> dict[str, Any]:
 def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None) -> dict[str, Any]:
     """What a JSON file says about its measurement: command, versions, device, clocks and settings."""
     return {
-        "command": sys.argv,
+        "command": ["python", *sys.orig_argv[1:]],  # with -m MODULE, which sys.argv has as a path
         "versions": versions(),
         "device": device,
         "clocks": clocks,
