@@ -122,7 +122,8 @@ def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSetting
 def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
     """One row per result, with the speed relative to the model's first scheme."""
     columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "reserved GiB", "planned GiB"]
-    table = Table(title, "median step; sol, mfu: share of the peak", columns)
+    unit = "median step; sol, mfu: share of the peak; *: not recorded as CUDA graphs"
+    table = Table(title, unit, columns)
     firsts: dict[str, float] = {}
     for (model, scheme), result in results.items():
         row = f"{model} {scheme}"
@@ -131,7 +132,9 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
             continue
         first = firsts.setdefault(model, result["tok_s"])  # the first scheme of --schemes that ran
         over = result["tok_s"] / first
-        table.put(row, "tok/s", Cell(result["tok_s"], text=f"{result['tok_s']:,.0f}", details={"loss": result["loss"]}))
+        eager = "reserved_gib" in result and not result["recorded"]  # on a CPU nothing is
+        speed = f"{result['tok_s']:,.0f}{'*' * eager}"
+        table.put(row, "tok/s", Cell(result["tok_s"], text=speed, details={**result}))
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             if result[key] is not None:  # no mfu without a datasheet

@@ -141,3 +141,11 @@ def test_a_process_apart(tiny, monkeypatch):
     assert run_apart(cell, 1) == {"reason": "RuntimeError: no such kernel"}
     died.stderr, died.returncode = "", -9
     assert run_apart(cell, 1)["reason"].startswith("SIGKILL")
+
+
+def test_a_step_that_no_graph_has_is_marked():
+    figures = {"sol": None, "mfu": None, "step_ms": 4.0, "peak_gib": 1.0, "planned_gib": 1.0, "reserved_gib": 2.0}
+    results = {("m", name): {"tok_s": 5000.0, "recorded": name == "graphs", **figures} for name in ("graphs", "eager")}
+    table = train_step.step_table(results, "steps")
+    assert "|  5,000 |" in (text := table.markdown()) and "| 5,000* |" in text
+    assert table.record()["rows"][1]["cells"]["tok/s"]["recorded"] is False
