@@ -187,8 +187,9 @@ def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, A
     return {key: check_value(f"{flag}.{key}", value, hints[key]) for key, value in values.items()}
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Parse JSON. UserError, naming `where` (a flag or file), for duplicate keys and for constants such as NaN."""
+def parse_json(text: str, where: str, example: str = '{"key":"value"}') -> Any:
+    """Parse JSON. UserError, naming `where` (a flag or file), for duplicate keys and for constants such as NaN.
+    example: how what is expected is written."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -205,7 +206,7 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of nested brackets
         plain = text.lstrip()[:1] not in ("{", "[") or "'" in text
-        hint = ' Write it as {"key":"value"}, with double quotes.' if plain else ""
+        hint = f" Write it as {example}, with double quotes." if plain else ""
         raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.{hint}") from None
 
 

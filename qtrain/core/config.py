@@ -46,17 +46,19 @@ from qtrain.core.process import command_line
 C = TypeVar("C")
 
 
-def _json_field(what: str, accepts: Callable[[Any], bool], kind: type) -> tyro.constructors.PrimitiveConstructorSpec:
-    """A field that is written as JSON. what: what it must be, and how that is written; accepts: whether a value other
-    than None is one, read from JSON or in a recipe; kind: the type of the field."""
+def _json_field(
+    what: str, example: str, accepts: Callable[[Any], bool], kind: type
+) -> tyro.constructors.PrimitiveConstructorSpec:
+    """A field that is written as JSON. what: what it must be; example: how that is written; accepts: whether a value
+    other than None is one, read from JSON or in a recipe; kind: the type of the field."""
 
     def read(arguments: list[str]) -> Any:
         try:
-            value = parse_json(arguments[0], "JSON")
+            value = parse_json(arguments[0], "JSON", example)
         except UserError as error:
             raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
         if not accepts(value):
-            raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON {what}.")
+            raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON {what}; write it as {example}.")
         return kind(value)
 
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -72,7 +74,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-_OBJECT = _json_field("object; write it in braces", lambda value: isinstance(value, dict), dict)
+_OBJECT = _json_field("object", '{"key":"value"}', lambda value: isinstance(value, dict), dict)
 _read_object = _OBJECT.instance_from_str
 JsonDict = Annotated[dict[str, Any] | None, _OBJECT]
 """A field that is a JSON object, both as a flag and in a recipe."""
@@ -91,7 +93,8 @@ JsonText = Annotated[
 
 
 _NAMES = _json_field(
-    'list of names; write it as ["a","b"]',
+    "list of names",
+    '["a","b"]',
     lambda value: _is_list(value) and all(isinstance(name, str) for name in value),
     tuple,
 )
@@ -100,7 +103,7 @@ JsonNames = Annotated[tuple[str, ...], _NAMES]
 GivenNames = Annotated[tuple[str, ...] | None, _NAMES]
 """The same of a field that may also not be given."""
 
-JsonList = Annotated[tuple[Any, ...] | None, _json_field("list; write it in brackets", _is_list, tuple)]
+JsonList = Annotated[tuple[Any, ...] | None, _json_field("list", '[{"key":"value"}]', _is_list, tuple)]
 """A field that is a JSON list, both as a flag and in a recipe."""
 
 

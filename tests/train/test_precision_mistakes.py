@@ -28,7 +28,7 @@ def distill(**options: Any) -> dict[str, Any]:
 SCHEDULES = [
     ({"quantize_schedule": "[[0,"}, "--quantize_schedule: not valid JSON"),
     ({"quantize_schedule": '{"0":"bf16"}'}, '--quantize_schedule: \'{"0":"bf16"}\' is not a JSON list'),
-    ({"quantize_schedule": "5"}, "--quantize_schedule: '5' is not a JSON list; write it in brackets"),
+    ({"quantize_schedule": "5"}, "--quantize_schedule: '5' is not a JSON list; write it as ["),
     ({"quantize_schedule": "[]"}, "--quantize_schedule: the first entry must begin at 0, as in [["),
     ({"quantize_schedule": '[[1,"int8"]]'}, "--quantize_schedule: the first entry must begin at 0"),
     (schedule("int8"), "--quantize_schedule ('int8'): an entry is a list of two"),
@@ -73,7 +73,7 @@ QAT = [
 ]
 DISTILL = [
     ({"distill": "wide"}, "--distill: not valid JSON (Expecting value: line 1 column 1 (char 0)). Given: 'wide'."),
-    ({"distill": "[1]"}, "--distill: '[1]' is not a JSON object; write it in braces"),
+    ({"distill": "[1]"}, "--distill: '[1]' is not a JSON object; write it as {"),
     ({"distill": {"weight": 0.5}}, "--distill: the key 'teacher' is missing; it must be text"),
     ({"distill": {"teachr": "wide"}}, "--distill: unknown key 'teachr'. Did you mean 'teacher'?"),
     (distill(teacher=5), "--distill.teacher: 5 is not allowed; it must be text"),
