@@ -119,6 +119,7 @@ def test_fp8_on_a_gpu_without_it_is_refused_by_the_plan_as_by_the_code(here, mon
     name = "NVIDIA GeForce RTX 3090"
     properties = type("Properties", (), {"name": name, "total_memory": 24 * 2**30})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
