@@ -63,10 +63,11 @@ def host_memory_for(device: torch.device, size: int) -> Tensor:
     if device.type != "cuda":
         return torch.empty(size, dtype=torch.uint8)
     if (memory := locked_memory(size)) is None:
+        available = available_memory()
+        free = "" if available is None else f", of {available / 2**30:.2f} that are free"
         raise TrainingStopped(
-            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU, of "
-            f"{(available_memory() or 0) / 2**30:.2f} that are free; name less in --offload, end what else uses the "
-            "memory, or raise the limit (ulimit -l)."
+            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU{free}; "
+            "name less in --offload, end what else uses the memory, or raise the limit (ulimit -l)."
         )
     return memory
 
