@@ -66,8 +66,8 @@ def host_memory_for(device: torch.device, size: int) -> Tensor:
         available = available_memory()
         free = "" if available is None else f", of {available / 2**30:.2f} that are free"
         raise TrainingStopped(
-            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU{free}; "
-            "name less in --offload, end what else uses the memory, or raise the limit (ulimit -l)."
+            f"--offload: the system refuses to lock {size / 2**30:.2f} GiB more of the host's memory for the GPU{free}"
+            "; name less in --offload, end what else uses the memory, or raise the limit (ulimit -l)."
         )
     return memory
 
