@@ -9,8 +9,12 @@ that was measured on an H200.
 
 import dataclasses
 import functools
+import itertools
+import multiprocessing
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from qtrain.bench.arguments import split_list
@@ -20,7 +24,7 @@ from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware.device import datasheet_hardware
 from qtrain.core.process import run_script
-from qtrain.models import as_lora
+from qtrain.models import as_lora, read_model_source
 from qtrain.train.assembly.assemble import trained_part
 from qtrain.train.assembly.frozen_base import frozen_base
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
@@ -41,6 +45,8 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "LoRA, nf4 base": {"lora": {"base": "nf4"}},
 }
 """Name -> settings. In INT8 where the card has no FP8."""
+FEWEST_CELLS = 12
+"""That are worth the start of other processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +86,28 @@ def resource_table(settings: ResourceSettings) -> Table:
             "the host, whose memory is taken to be enough; -: does not fit"
         ],
     )
-    for model in split_list(settings.models):
-        for name in METHODS:
-            for card, column in columns.items():
-                table.put(f"{model}, {name}", column, _cell(planned(model, name, card, settings.seq_len)))
+    models = split_list(settings.models)
+    for model in models:
+        read_model_source(model, "--models").model_config()
+    rows = list(itertools.product(models, METHODS))
+    for (model, method), cells in zip(rows, _planned_rows(rows, cards, settings.seq_len), strict=True):
+        for column, cell in zip(columns.values(), cells, strict=True):
+            table.put(f"{model}, {method}", column, cell)
     return table
+
+
+def _planned_rows(rows: Sequence[tuple[str, str]], cards: Sequence[str], seq_len: int) -> list[list[Cell]]:
+    """The cells of each row, a model and a method; several processes plan what takes seconds a cell."""
+    plan_row = functools.partial(_planned_row, cards=cards, seq_len=seq_len)
+    workers = min(os.cpu_count() or 1, len(rows))
+    if workers == 1 or len(rows) * len(cards) < FEWEST_CELLS:
+        return list(map(plan_row, rows))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:  # torch has threads: no fork
+        return list(pool.map(plan_row, rows))
+
+
+def _planned_row(row: tuple[str, str], cards: Sequence[str], seq_len: int) -> list[Cell]:
+    return [_cell(planned(*row, card, seq_len)) for card in cards]
 
 
 def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, LanguageSettings] | None:

@@ -1,7 +1,10 @@
 """The table of what fits: every cell is a plan that fits, and cards without FP8 are planned in INT8."""
 
+import os
+
 import pytest
 
+from qtrain.bench import resources
 from qtrain.bench.resources import METHODS, ResourceSettings, _cell, planned, resource_table
 from qtrain.core.errors import UserError
 
@@ -25,6 +28,16 @@ def test_a_card_without_fp8_is_planned_in_int8(card, scheme):
     assert planned(MODEL, "LoRA, fp8 base", card, 1024)[0].emulated == ()
 
 
-def test_an_unknown_card_is_refused():
+def test_an_unknown_card_or_model_is_refused():
     with pytest.raises(UserError, match=r"--cards: unknown GPU '4091'\. Did you mean '4090'"):
         resource_table(ResourceSettings(models=MODEL, cards="4091"))
+    with pytest.raises(UserError, match=r"--models: unknown model 'smollm2-136m'\. Did you mean 'smollm2-135m'"):
+        resource_table(ResourceSettings(models="smollm2-136m", cards="4090"))
+
+
+def test_several_processes_plan_the_same(monkeypatch):
+    settings = ResourceSettings(models=MODEL, cards="h100")
+    alone = resource_table(settings)
+    monkeypatch.setattr(resources, "FEWEST_CELLS", 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert resource_table(settings).rows == alone.rows
