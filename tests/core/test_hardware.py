@@ -37,8 +37,11 @@ def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, mon
     properties = SimpleNamespace(name=name, total_memory=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(device, "measured_peaks", lambda _: {"bf16": 1.0})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(device, "pinnable_memory", lambda: 5)
     found = describe_hardware(GPU)
     assert found.measured == (product is None) and found.name == name
+    assert (found.pinnable, found.gpus) == (5, 4) and describe_hardware(CPU).pinnable is None
     assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product].peaks)
 
 
