@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         for name, cell in cells.items():
             results[name] = result = run_apart(cell, settings.warmup_steps)
             shown = result.get("reason") or f"{three_digits(result['tok_s'])} tok/s"
-            print(f"{' '.join(name)}: {shown}", file=sys.stderr, flush=True)
+            print(f"{' '.join(name)}: {shown}", *result.get("fit", ()), sep="\n", file=sys.stderr, flush=True)
     hardware = describe_hardware(device)
     table = step_table(results, f"Training steps on {hardware.name}")
     print(table.markdown(), clocks.line(), sep="\n\n")
