@@ -33,6 +33,8 @@ ROOMS = {
 """What each room may import besides itself."""
 
 INNER = {
+    "core": set(),
+    "core.hardware": {"core"},
     "kernels.compiler": set(),
     "kernels.compile_together": {"kernels.compiler"},
     "kernels.autotune": {"kernels.compiler", "kernels.compile_together"},

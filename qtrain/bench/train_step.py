@@ -134,7 +134,7 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         over = result["tok_s"] / first
         eager = "reserved_gib" in result and not result["recorded"]  # on a CPU nothing is
         speed = f"{result['tok_s']:,.0f}{'*' * eager}"
-        table.put(row, "tok/s", Cell(result["tok_s"], text=speed, details={**result}))
+        table.put(row, "tok/s", Cell(result["tok_s"], text=speed, details=result))
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             if result[key] is not None:  # no mfu without a datasheet

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.core.host_memory import host_memory_for
+from qtrain.core.hardware.host_memory import host_memory_for
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat
 from qtrain.optim.state_layout import HOST_NAMES, MASTER

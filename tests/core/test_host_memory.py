@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtrain.core.errors import TrainingStopped
-from qtrain.core.host_memory import host_memory_for, host_tensor_like, locked_memory
+from qtrain.core.hardware.host_memory import host_memory_for, host_tensor_like, locked_memory
 
 GPU = torch.device("cuda")
 
@@ -57,7 +57,7 @@ def test_a_refusal_is_told_with_the_fix(monkeypatch):
 
 def test_more_than_is_free_is_not_even_tried(monkeypatch):
     runtime(monkeypatch)
-    monkeypatch.setattr("qtrain.core.host_memory.available_memory", lambda: 2**20)
+    monkeypatch.setattr("qtrain.core.hardware.host_memory.available_memory", lambda: 2**20)
     assert locked_memory(2**20) is not None and locked_memory(2**20 + 1) is None
     with pytest.raises(TrainingStopped, match=r"lock 0\.25 GiB more .* of 0\.00 that are free"):
         host_memory_for(GPU, 2**28)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.core.host_memory import host_tensor_like
+from qtrain.core.hardware.host_memory import host_tensor_like
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups

@@ -22,7 +22,7 @@ no sums are kept of the others.
 
 from typing import NamedTuple
 
-from qtrain.core.host_memory import PIECE_BYTES
+from qtrain.core.hardware.host_memory import PIECE_BYTES
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import FullShardBytes, host_gradient_bytes
 from qtrain.models.cost.layer_backward import ByHalf

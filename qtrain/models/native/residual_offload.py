@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.core.host_memory import host_memory_for
+from qtrain.core.hardware.host_memory import host_memory_for
 from qtrain.core.maybe_none import MaybeNone
 
 

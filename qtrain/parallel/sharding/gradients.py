@@ -31,7 +31,7 @@ from torch import Tensor
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
-from qtrain.core.host_memory import PIECE_BYTES, host_memory_for
+from qtrain.core.hardware.host_memory import PIECE_BYTES, host_memory_for
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.elementwise import add_in_order, sum_in_order
 from qtrain.parallel.mesh import Mesh

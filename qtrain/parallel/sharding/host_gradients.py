@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtrain.core.host_memory import PIECE_BYTES, host_tensor_like
+from qtrain.core.hardware.host_memory import PIECE_BYTES, host_tensor_like
 from qtrain.kernels.optim.sum_of_squares import sum_of_squares_ref
 from qtrain.parallel.sharding.shards import Sharded
 

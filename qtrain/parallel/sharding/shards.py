@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
-from qtrain.core.host_memory import host_tensor_like
+from qtrain.core.hardware.host_memory import host_tensor_like
 from qtrain.parallel.mesh import Mesh
 from qtrain.tensors.lazy import drop_initializer, initial_value, is_lazy, materialize, plain_tensors
 from qtrain.tensors.partition import Placement

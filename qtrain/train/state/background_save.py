@@ -5,8 +5,8 @@ written, the removal of older ones. DCP's own `async_save` covers only the first
 a process group of their own, so that they cannot interleave with those of the steps.
 
 One buffer holds the copy of all tensors and is used again for the next one. For tensors on a GPU it is page-locked, so
-that the copy runs at the rate of the bus. It has the exact size (`core/host_memory.py`), unlike what DCP's stagers
-allocate.
+that the copy runs at the rate of the bus. It has the exact size (`core/hardware/host_memory.py`), unlike what DCP's
+stagers allocate.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtrain.comm.ranks import host_group
-from qtrain.core.host_memory import locked_memory
+from qtrain.core.hardware.host_memory import locked_memory
 from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.train.state.checkpoint import Checkpoints, flatten
 
