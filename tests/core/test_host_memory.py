@@ -1,12 +1,14 @@
 """Page-locked memory has the size that was asked for, and is locked for as long as a tensor has it."""
 
 import gc
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
 from qtrain.core.errors import TrainingStopped
-from qtrain.core.hardware.host_memory import host_memory_for, host_tensor_like, locked_memory
+from qtrain.core.hardware.host_memory import PIECE_BYTES, fault_pages, host_memory_for, host_tensor_like, locked_memory
 
 GPU = torch.device("cuda")
 
@@ -46,6 +48,18 @@ def test_it_is_locked_as_long_as_a_view_of_it_lives(monkeypatch):
     gc.collect()
     assert not cudart.locked
     assert locked_memory(0).shape == (0,)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells which pages are resident")
+def test_pages_are_there_before_they_are_locked():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size = 2 * PIECE_BYTES + 5000  # the last piece is a small one
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    before = resident()
+    fault_pages(memory)
+    assert resident() - before >= size - 2 * mmap.PAGESIZE and not memory.any()
 
 
 def test_a_refusal_is_told_with_the_fix(monkeypatch):

@@ -5,6 +5,7 @@ PyTorch's allocator of page-locked memory rounds every block up to a power of tw
 
 import contextlib
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ PORTABLE = 1
 """cudaHostRegisterPortable."""
 PIECE_BYTES = 64 * 2**20
 """In which a gradient crosses the link to be added to its sum: of the buffer on the device."""
+FAULT_THREADS = 8
+"""That have the system give a mapping its pages, which takes seconds a GiB on one: a launcher of ranks leaves PyTorch
+one thread."""
 
 
 def _runtime() -> Any:
@@ -35,13 +39,19 @@ class _Locked:
         self.__array_interface__ = array.__array_interface__
         self._address = array.ctypes.data
         self._cudart = _runtime()
-        torch.from_numpy(array).zero_()  # on several threads: locking alone would fault page after page
+        fault_pages(torch.from_numpy(array))  # locking alone would fault page after page
         self.locked = not int(self._cudart.cudaHostRegister(self._address, size, PORTABLE))
 
     def __del__(self) -> None:
         if getattr(self, "locked", False):
             with contextlib.suppress(Exception):  # at the interpreter's end CUDA may be gone already
                 self._cudart.cudaHostUnregister(self._address)
+
+
+def fault_pages(memory: Tensor) -> None:
+    """Have the system give uint8 `memory` its pages; they are zero."""
+    with ThreadPoolExecutor(FAULT_THREADS) as threads:
+        list(threads.map(Tensor.zero_, memory.split(PIECE_BYTES)))
 
 
 def locked_memory(size: int) -> Tensor | None:
