@@ -18,10 +18,11 @@ from qtrain.core.hardware.memory import available_memory
 PORTABLE = 1
 """cudaHostRegisterPortable."""
 PIECE_BYTES = 64 * 2**20
-"""In which a gradient crosses the link to be added to its sum: of the buffer on the device."""
+"""In which new host memory is touched, and a gradient crosses the link to be added to its sum: of the buffer on the
+device."""
 FAULT_THREADS = 8
-"""That have the system give a mapping its pages, which takes seconds a GiB on one: a launcher of ranks leaves PyTorch
-one thread."""
+"""Threads that touch new host memory. One takes 1 to 3 s a GiB, and PyTorch has only one where a launcher of ranks sets
+OMP_NUM_THREADS=1."""
 
 
 def _runtime() -> Any:
@@ -49,7 +50,7 @@ class _Locked:
 
 
 def fault_pages(memory: Tensor) -> None:
-    """Have the system give uint8 `memory` its pages; they are zero."""
+    """Touch all of uint8 `memory`, so that the system maps its pages; they are zero."""
     with ThreadPoolExecutor(FAULT_THREADS) as threads:
         list(threads.map(Tensor.zero_, memory.split(PIECE_BYTES)))
 
