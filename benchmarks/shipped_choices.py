@@ -3,8 +3,9 @@
 QTRAIN_TUNE=all QTRAIN_CACHE=tuned python llm_pretrain.py ...       # on the GPU, of models whose shapes are common
 python -m benchmarks.shipped_choices --tuned tuned
 
-A file of the cache becomes one of `qtrain/kernels/choices/`, for the same device and torch version, or joins it. Small
-products are left out: those of tests, and of models that are over in a minute.
+A file of the cache becomes one of `qtrain/kernels/choices/`, for the same device and torch version, or joins it; a
+choice replaces that of the same shape among other candidates. Small products are left out: those of tests, and of
+models that are over in a minute.
 """
 
 import json
@@ -34,7 +35,7 @@ class ShippedChoicesSettings:
 
 def main(argv: list[str]) -> None:
     settings = parse(ShippedChoicesSettings, argv, "-m benchmarks.shipped_choices", listing)
-    files = sorted(Path(settings.tuned).glob("tuning-*-torch-*-kernels-*.json"))
+    files = sorted(Path(settings.tuned).glob("tuning-*-torch-*-kernels-*.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise UserError(f"--tuned: {settings.tuned} has no file of the autotuner; train with QTRAIN_CACHE set to it.")
     for file in files:
@@ -43,7 +44,9 @@ def main(argv: list[str]) -> None:
         path = SHIPPED / f"{found[1]}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         tuned = json.loads(file.read_text())
-        choices = before | {entry: name for entry, name in tuned.items() if math.prod(sizes(entry)) >= LEAST}
+        tuned = {entry: name for entry, name in tuned.items() if math.prod(sizes(entry)) >= LEAST}
+        again = {without_checksum(entry) for entry in tuned}
+        choices = {entry: name for entry, name in before.items() if without_checksum(entry) not in again} | tuned
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(choices, indent=0, sort_keys=True) + "\n")
         print(f"{path.name}: {len(choices)} choices, {len(before)} before", file=sys.stderr)
@@ -52,6 +55,11 @@ def main(argv: list[str]) -> None:
 def sizes(entry: str) -> list[int]:
     """M, N and K of "scaled_mm 4096 9728 896 int8 ... checksum"."""
     return [int(text) for text in entry.split()[1:-1] if text.isdigit()][:3]
+
+
+def without_checksum(entry: str) -> str:
+    """All but the checksum of the candidates' names."""
+    return entry.rpartition(" ")[0]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -31,12 +32,14 @@ def test_choices_of_a_machine_join_those_of_the_package(tmp_path, monkeypatch):
     tuned.mkdir()
     with pytest.raises(UserError, match="--tuned"):
         main(["--tuned", str(tuned)])
-    for checksum, found in (
-        ("00000001", {LARGE: "cublas", SMALL: "cublas"}),
-        ("00000002", {LARGE[:-1] + "2": "triton a"}),
+    other, again = LARGE.replace("1152", "4864"), LARGE[:-1] + "2"  # of another shape; of the same, by other candidates
+    for time, checksum, found in (
+        (1, "00000002", {LARGE: "cublas", SMALL: "cublas", other: "cublas"}),
+        (2, "00000001", {again: "triton a"}),
     ):
-        (tuned / f"tuning-NVIDIA-H100-torch-2.11.0-kernels-{checksum}.json").write_text(json.dumps(found))
+        file = tuned / f"tuning-NVIDIA-H100-torch-2.11.0-kernels-{checksum}.json"
+        file.write_text(json.dumps(found))
+        os.utime(file, (time, time))
     main(["--tuned", str(tuned)])
-    assert json.loads((shipped / "NVIDIA-H100-torch-2.11.0.json").read_text()) == {
-        LARGE: "cublas", LARGE[:-1] + "2": "triton a",
-    }  # fmt: skip
+    expected = {again: "triton a", other: "cublas"}
+    assert json.loads((shipped / "NVIDIA-H100-torch-2.11.0.json").read_text()) == expected
