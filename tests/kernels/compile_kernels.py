@@ -36,6 +36,7 @@ from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_cores, int4_mm, int
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.codes_mm import launch_codes_grad_mm, launch_codes_mm
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm, launch_transpose_8bit
+from qtrain.kernels.gemm.scaled_wgmma import LOW_RANK_TILINGS, SCALED_TILINGS, launch_scaled_wgmma
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
@@ -320,6 +321,7 @@ def gemms() -> Iterator[Case]:
                 )
     if capabilities.has_wgmma(torch.device("cuda")):
         yield from wgmmas()
+        yield from scaled_wgmmas()
     yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
 
 
@@ -344,6 +346,19 @@ def wgmmas() -> Iterator[Case]:
 
 GROUPED = BlockGroups(zeros(4, dtype=torch.int32), 3)
 STARTS = zeros(4, dtype=torch.int32)
+
+
+def scaled_wgmmas() -> Iterator[Case]:
+    for dtypes, rank, rows in product(((E4M3, E4M3), (E5M2, E4M3), (INT8, INT8)), (0, 16, 48), (True, False)):
+        a, b = (zeros(256, 512, dtype=dtype) for dtype in dtypes)
+        scale, t = zeros(256 if rows else 1, dtype=FP32), list((LOW_RANK_TILINGS if rank else SCALED_TILINGS).values())
+        factors, bias = (zeros(256, rank), zeros(256, rank)) if rank else None, zeros(256) if rows else None
+        yield (
+            dtypes[0] is E4M3 and rows,
+            lambda a=a, b=b, s=scale, t=t[-1], f=factors, bias=bias: launch_scaled_wgmma(
+                a, b, s, s, zeros(256, 256), t, bias=bias, low_rank=f
+            ),
+        )
 
 
 def grouped() -> Iterator[Case]:
@@ -587,6 +602,7 @@ TUNED = {
     "_gemv_kernel",
     "_tile_kernel",
     "_persistent_mm_kernel",
+    "_scaled_wgmma_kernel",
     "_slice_kernel",
     "_sum_slices_kernel",
     "_int4_mm_kernel",

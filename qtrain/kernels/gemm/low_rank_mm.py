@@ -19,6 +19,7 @@ from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
+from qtrain.kernels.gemm.scaled_wgmma import LOW_RANK_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
 
 LARGEST_RANK = 64
 """Of the fused kernel: 256 rows of R take 32 KiB of shared memory."""
@@ -47,7 +48,7 @@ TILINGS = by_name(*_DEEP, *_LARGE, _SQUARE)
 TWO_PASSES = "cublas, two passes"
 
 
-def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor) -> list[str]:
+def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor, fast_accum: bool = True) -> list[str]:
     """The implementations that can take these operands, K-major on a GPU, the best in general first."""
     k, n, rank = a.shape[1], b.shape[0], left.shape[1]
     supported = k <= LONGEST_EXACT_K if a.dtype == torch.int8 else has_fp8(a.device)
@@ -56,7 +57,10 @@ def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor) -> list[str]:
     if not (supported and aligned and rank <= LARGEST_RANK):
         return [TWO_PASSES]
     tilings = [*(_DEEP if rank <= 16 else ()), *_LARGE, _SQUARE]
-    return [*(t.name for t in tilings), TWO_PASSES]
+    specialized = [name for name, t in LOW_RANK_TILINGS.items() if t.stages == 3 or rank <= 16]
+    if not supports_scaled_wgmma(a, b, left.dtype, fast_accum):
+        specialized = []
+    return [*(t.name for t in tilings), *specialized, TWO_PASSES]
 
 
 @operator("low_rank_mm", fake=lambda a, b, left: left.new_empty(a.shape[0], b.shape[0]))
@@ -81,10 +85,13 @@ def low_rank_mm(
     def run(name: str) -> Tensor:
         if name == TWO_PASSES:
             return scaled_mm(a, b, scale_a, scale_b, dtype, bias, fast_accum).addmm_(left, right.t())
-        out, tiling = torch.empty(len(a), len(b), dtype=dtype, device=a.device), TILINGS[name]
-        options = {"bias": bias, "fast_accum": fast_accum, "low_rank": (left, right)}
-        return launch_persistent_mm(a, b, out, tiling, (scale_a, scale_b), **options)
+        out, low_rank = torch.empty(len(a), len(b), dtype=dtype, device=a.device), (left, right)
+        if name in LOW_RANK_TILINGS:
+            tiling = LOW_RANK_TILINGS[name]
+            return launch_scaled_wgmma(a, b, scale_a, scale_b, out, tiling, bias=bias, low_rank=low_rank)
+        options = {"bias": bias, "fast_accum": fast_accum, "low_rank": low_rank}
+        return launch_persistent_mm(a, b, out, TILINGS[name], (scale_a, scale_b), **options)
 
     rows = scales_rows((scale_a, scale_b))
     key = (len(a), len(b), a.shape[1], left.shape[1], a.dtype, b.dtype, dtype, *rows, fast_accum)
-    return run(choose("low_rank_mm", key, low_rank_mm_names(a, b, left), run))
+    return run(choose("low_rank_mm", key, low_rank_mm_names(a, b, left, fast_accum), run))

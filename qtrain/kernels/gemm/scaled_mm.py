@@ -26,6 +26,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k
+from qtrain.kernels.gemm.scaled_wgmma import SCALED_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
 from qtrain.kernels.gemm.split_k import choose_split, launch_split_tiles
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -219,11 +220,15 @@ def scaled_mm(
     names = scaled_mm_names(a, b, out_dtype)
     if not names:
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+    if supports_scaled_wgmma(a, b, out_dtype, fast_accum):
+        names = [*names, *SCALED_TILINGS]
 
     def run(name: str) -> Tensor:
         if name == "cublas":
             return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        if name in SCALED_TILINGS:
+            return launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], bias=bias)
         return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast_accum)
 
     key = (m, n, a.shape[1], a.dtype, b.dtype, out_dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)

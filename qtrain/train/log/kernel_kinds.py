@@ -30,7 +30,10 @@ _RULES = (
         r"nvjet|cutlass.*gemm|xmma_gemm|[^a-z]gemm|grouped_gemm|bf16.*gemm|GemmUniversal|cublas|splitKreduce",
     ),
     # Which arithmetic, their names do not tell: FP8 and INT8 without a library's kernel, blocks, experts.
-    ("GEMM Triton", r"_persistent_mm_kernel|_blockwise_mm_kernel|_blockwise_wgmma_kernel|_[mk]_grouped_\w*kernel"),
+    (
+        "GEMM Triton",
+        r"_persistent_mm_kernel|_blockwise_mm_kernel|_(blockwise|scaled)_wgmma_kernel|_[mk]_grouped_\w*kernel",
+    ),
     (
         "GEMM Triton",
         r"_slice_kernel|_sum_slices_kernel|_long_sums_kernel|_gemv_kernel|_tile_kernel|_codes_\w*mm_kernel|_conv_\w*kernel|triton_tem_fused_.*mm",

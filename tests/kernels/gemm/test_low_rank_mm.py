@@ -7,6 +7,7 @@ from torch import Tensor
 from qtrain.kernels.gemm import low_rank_mm as module
 from qtrain.kernels.gemm.low_rank_mm import (
     LARGEST_RANK,
+    LOW_RANK_TILINGS,
     TILINGS,
     TWO_PASSES,
     low_rank_mm,
@@ -88,12 +89,12 @@ def test_kernel_in_the_interpreter(dtypes, m, n, k, rank):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", [*TILINGS, TWO_PASSES])
+@pytest.mark.parametrize("name", [*TILINGS, *LOW_RANK_TILINGS, TWO_PASSES])
 @pytest.mark.parametrize("tensorwise", [False, True])
 def test_every_implementation(dtypes, name, tensorwise, monkeypatch):
     monkeypatch.setattr(module, "choose", lambda op, key, names, run: name)
     ran = 0
-    for m, n, k in [(1, 64, 64), (300, 264, 1040), (1024, 4608, 3584), (777, 3584, 18944)]:
+    for m, n, k in [(1, 64, 64), (300, 264, 1040), (128, 256, 208), (1024, 4608, 3584), (777, 3584, 18944)]:
         for rank in (8, 16, 48, LARGEST_RANK):
             codes = operands(m, n, k, dtypes, tensorwise=tensorwise, device="cuda")
             factors = low_rank(m, n, rank, torch.bfloat16, "cuda")
