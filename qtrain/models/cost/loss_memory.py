@@ -10,7 +10,8 @@ Letters: T tokens of a micro-batch, t of a chunk, C width, V vocabulary, b bytes
     gradient of the head, if it trains    4·V·C (*)               4·V·C (*), and V·C·b: scaled
     a chunk of logits                     t·V·b                   -
     a quantized head's besides: codes of
-      their gradient in both layouts      t·V·b                   -
+      their gradient, a layout            t·V·b / 2               -
+      and the other one, if it trains     t·V·b / 2               -
       a gradient of the weight to add     V·C·b; one chunk: none  -
 
 (*) fp32, as chunks add it up; V·C·b of a quantized head whose loss is one chunk
@@ -27,7 +28,10 @@ def loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, train
     c, element, tokens, head = config.hidden_size, step.element, step.tokens, trained.head_elements(config)
     logits = step.loss_rows * config.vocab_size * element
     loss = tokens * (3 * c * element + 4 + 16) + head * _gradient_element(step, low_bit) + logits
-    return loss if low_bit.head is None else loss + logits + head * element * step.chunked_loss
+    if low_bit.head is None:
+        return loss
+    codes = logits if head else logits / 2
+    return loss + codes + head * element * step.chunked_loss
 
 
 def head_backward_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:

@@ -227,6 +227,11 @@ def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
 
+def _low_bit_base(o: Options) -> bool:
+    """Whether --lora makes frozen low-bit codes of the weights."""
+    return o.lora is not None and o.lora.base not in ("none", "dense")
+
+
 def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
     """Whether something is kept in 8 bits where one of these kinds is recomputed."""
     return lambda o: bool(kept_8bit(o.settings)) and bool(recompute_kinds(o.settings) & set(kinds))
@@ -410,12 +415,12 @@ RUN_EXCLUSIONS = (
         "they are options of --quantize, and the entries of --quantize_schedule have their own",
         '; write them there, beside "scheme"'),
     Exclusion("--quantize_schedule", "--lora base",
-        lambda o: o.has("quantize_schedule") and o.lora and o.lora.base not in ("none", "dense"),
+        lambda o: o.has("quantize_schedule") and _low_bit_base(o),
         "the products of a base in low bits do not change", '; give --lora "base":"dense"'),
     Exclusion("--quantize_schedule", KEPT, lambda o: o.has("quantize_schedule") and keeps_codes(o.scheme),
         "the frozen base keeps the codes of --model, whose products do not change", f"{OTHER_BASE}, or leave it out"),
     Exclusion("--quantize_kwargs", "--lora base",
-        lambda o: o.lora and o.lora.base not in ("none", "dense") and o.settings.quantize_kwargs,
+        lambda o: _low_bit_base(o) and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
     *(Exclusion(f"--{name}", KEPT, lambda o, name=name: keeps_codes(o.scheme) and getattr(o.settings, name) > 1,
           "the frozen base keeps the codes of --model, which it does not divide", OTHER_BASE)
@@ -549,7 +554,7 @@ RUN_EXCLUSIONS = (
         lambda o: "." in o.settings.optim and _stored(o) and not _adapters(o),
         "other libraries' optimizers cannot update weights that --quantize stores in low bits; use qtrain's, as adamw"),
     _note("--quantize_lm_head", "--quantize bf16",
-        lambda o: o.settings.quantize_lm_head and o.settings.quantize == "bf16",
+        lambda o: o.settings.quantize_lm_head and o.settings.quantize == "bf16" and not _low_bit_base(o),
         "has no effect with --quantize bf16"),
     _note("--optim_kwargs.master", "fp32 weights",
         lambda o: o.key("optim_kwargs", "master") == "fp32" and o.dtype == torch.float32,

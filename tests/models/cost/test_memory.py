@@ -20,11 +20,12 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes, rows_per_token
+from qtrain.models.cost.loss_memory import loss_bytes
 from qtrain.models.cost.memory import estimate_memory
 from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
 from qtrain.models.cost.saved_activations import saved_per_token
 from qtrain.models.cost.step_shape import StepShape
-from qtrain.models.cost.trained import only_adapters
+from qtrain.models.cost.trained import all_of, only_adapters
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.recompute import ATTENTION_KINDS
 from qtrain.models.native.rope import rope_tables
@@ -453,6 +454,19 @@ def test_a_gradient_that_is_quantized_apart_is_planned_with_its_codes():
     step = dataclasses.replace(step, recompute=frozenset())
     found = [estimate_memory(config, step, low_bit=low_bit).backward for low_bit in (apart, fused)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_codes_of_the_gradient_of_logits_are_in_the_layouts_that_are_read(frozen):
+    """Of a head that is frozen those along rows alone; 1 byte a logit of the chunk each."""
+    config, step = read_model_source("qwen2.5-7b").model_config(), StepShape(4, 4096, loss_chunks=1)
+    trained = only_adapters(config, Lora()) if frozen else all_of(config, 2)
+    plain = LowBitBytes.plain(2)
+    quantized = dataclasses.replace(plain, head=plain.layer["qkv"])
+    codes = loss_bytes(config, step, quantized, trained) - loss_bytes(config, step, plain, trained)
+    if not frozen:
+        codes += 2 * config.vocab_size * config.hidden_size  # one chunk's gradient is in bf16, not fp32
+    assert codes == 4 * 4096 * config.vocab_size * (1 if frozen else 2)
 
 
 @pytest.mark.parametrize("sequences", [1, 64])

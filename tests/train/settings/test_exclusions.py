@@ -356,7 +356,11 @@ CASES = {
         {"optim": "torch.AdamW", "quantize": "int8_weight"},
         {"optim": "adamw"},
     ),
-    ("--quantize_lm_head", "--quantize bf16"): (PRETRAIN, {"quantize_lm_head": True}, {"quantize": "int8"}),
+    ("--quantize_lm_head", "--quantize bf16"): (
+        FINETUNE,
+        {"quantize_lm_head": True, "lora": {"base": "dense"}},
+        {"lora": {"base": "fp8"}},  # its head is one of the frozen linears
+    ),
     ("--optim_kwargs.master", "fp32 weights"): (PRETRAIN, {"optim_kwargs": {"master": "fp32"}}, {"dtype": "bf16"}),
     ("--optim_kwargs.sr", "fp32 weights"): (PRETRAIN, {"optim_kwargs": {"sr": True}}, {"dtype": "bf16"}),
     ("--lr_schedule_kwargs.decay", "--optim adamw_schedule_free"): (
