@@ -22,15 +22,25 @@ from torch import Tensor
 
 from qtrain.core.hardware.capabilities import has_wgmma, sm_count
 from qtrain.kernels.compiler import gl, gluon, hopper
-from qtrain.kernels.gemm.wgmma_schedule import FIRST_BARRIER, count_tiles, find_tile, named_barrier, next_stage
+from qtrain.kernels.gemm.wgmma_schedule import (
+    BOTH,
+    FIRST_BARRIER,
+    FIRST_FREE,
+    FREE,
+    REGISTERS,
+    REGISTERS_AT_LAUNCH,
+    REGISTERS_OF_LOADS,
+    count_tiles,
+    descriptor,
+    find_tile,
+    free_stages,
+    loaded_barriers,
+    named_barrier,
+    next_stage,
+)
 
-REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
-"""Per thread of a warpgroup that multiplies, of the warp that loads, and of both before they are told apart. Of the
-240, 128 hold the sums of a tile of 256 columns and 64 a partial product."""
-FIRST_TURN, FIRST_FREE = gl.constexpr(FIRST_BARRIER), gl.constexpr(FIRST_BARRIER + 2)
-"""Named barriers: of the turns of two warpgroups, and one for each stage, six at most, that both have read."""
-TURN, FREE = gl.constexpr("256"), gl.constexpr("288")
-"""Threads at such a barrier: both warpgroups; and with them the warp that loads."""
+FIRST_TURN = gl.constexpr(FIRST_BARRIER)
+"""The named barriers of two warpgroups that take turns: the first's, and the next one."""
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -88,11 +98,7 @@ def _load(
     common, b_row_step, b_k_step,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads. b_row_step, b_k_step: from one group's matrix in B to the next.
-
-    A stage's life: both warpgroups arrive at its FREE barrier; this warp, which waits there, starts the TMA copies into
-    it; the mbarrier `loaded` completes a phase when all their bytes have arrived; both warpgroups wait for that phase.
-    """
+    """The warp that loads. b_row_step, b_k_step: from one group's matrix in B to the next."""
     descriptors, buffers, loaded, sizes, group_pointers = common
     a_desc, b_desc, scale_b_desc, _ = descriptors
     a_buffers, b_buffers, scale_b_buffers, _ = buffers
@@ -129,11 +135,11 @@ def _issue(a, b, partial, false_pred, HALF: gl.constexpr, PART: gl.constexpr, VE
     # b fp8 [BLOCK_N, 128] in shared memory, 128-byte swizzled -> 128 of its rows, as the K x N operand of wgmma.
     b = b.slice(128 * PART, 128, dim=0).permute((1, 0))
     if not VECTOR_B:
-        named_barrier("bar.sync", FIRST_TURN + HALF, TURN, 128)
+        named_barrier("bar.sync", FIRST_TURN + HALF, BOTH, 128)
     # Use_acc false: a fresh sum for each block.
     token = hopper.warpgroup_mma(a, b, partial, use_acc=false_pred, is_async=True)
     if not VECTOR_B:
-        named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, TURN, 128)
+        named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, BOTH, 128)
     return token
 
 
@@ -254,10 +260,9 @@ def _multiply_tiles(
     # One partial product at a time, fp32 [64, 128]: 64 registers per thread, and 128 more for the sums of 256 columns.
     partial, false_pred = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
     stage, phase = 0, 0
-    for free in gl.static_range(STAGES):  # before the first tile all stages are
-        named_barrier("bar.arrive", FIRST_FREE + free, FREE, 128)
+    free_stages(STAGES)
     if HALF == 1 and not VECTOR_B:
-        named_barrier("bar.arrive", FIRST_TURN, TURN, 128)  # the upper half begins
+        named_barrier("bar.arrive", FIRST_TURN, BOTH, 128)  # the upper half begins
     group, row, column, first, end, tile_pointers, next_scales = _begin(
         gl.program_id(0), counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
     )
@@ -347,10 +352,7 @@ def _blockwise_wgmma_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N if VECTOR_B else 1], SCALES),
         gl.allocate_shared_memory(c_desc.dtype, [2 * BLOCK_N // 128, 64, 128], c_desc.layout),
     )
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(loaded.index(stage), count=1)  # one arrival a phase: of the warp that loads
-    hopper.fence_async_shared()
+    loaded = loaded_barriers(STAGES)
     descriptors, sizes = (a_desc, b_desc, scale_b_desc, c_desc), (m, n, k, groups)
     grouped, pointers = (groups_ptr, starts_ptr), (scale_a_ptr, scale_b_ptr, bias_ptr)
     strides = (a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride)
@@ -369,14 +371,6 @@ def _blockwise_wgmma_kernel(
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
-
-
-def _descriptor(t: Tensor, block: list[int], *, swizzled: bool = True) -> object:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    width = 128 if swizzled else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * t.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(t, block, layout)
 
 
 def launch_blockwise_wgmma(
@@ -399,10 +393,10 @@ def launch_blockwise_wgmma(
     mode, blocks, starts, b_steps, b_group_stride = grouped or WgmmaGroups("", None, None)
     (m, n, _, groups), block_n = sizes, tiling.block_n
     # A descriptor that is not used if the scales are not loaded with B: any tensor will do.
-    scale_b_desc = _descriptor(scale_b.t(), [1, block_n], swizzled=False) if vector_b else _descriptor(a, [8, 128])
+    scale_b_desc = descriptor(scale_b.t(), [1, block_n], swizzled=False) if vector_b else descriptor(a, [8, 128])
     tiles = -(-m // 128) * -(-n // block_n) * (groups if mode == "sums" else 1)
     _blockwise_wgmma_kernel[(min(sm_count(a.device), tiles),)](
-        _descriptor(a, [128, 128]), _descriptor(b, [block_n, 128]), scale_b_desc, _descriptor(out, [64, 128]),
+        descriptor(a, [128, 128]), descriptor(b, [block_n, 128]), scale_b_desc, descriptor(out, [64, 128]),
         scale_a, scale_b, bias, blocks, starts, *sizes, *b_steps, *scale_a.stride(), b_group_stride, *scale_b.stride(),
         GROUPED=mode, BLOCK_N=block_n, STAGES=tiling.stages, GROUP_M=tiling.group_m, VECTOR_B=vector_b,
         REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS,

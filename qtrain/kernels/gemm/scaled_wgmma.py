@@ -13,19 +13,22 @@ from qtrain.core.hardware.capabilities import has_wgmma, sm_count
 from qtrain.kernels.compiler import gl, gluon, hopper
 from qtrain.kernels.gemm.persistent import TMA_BYTES, scales_rows
 from qtrain.kernels.gemm.wgmma_product import (
-    REGISTERS,
-    REGISTERS_AT_LAUNCH,
-    REGISTERS_OF_LOADS,
     ProductTiling,
     allocate,
     await_start,
-    block_descriptor,
-    free_stages,
     last_sums,
     load_steps,
     multiply_tile,
 )
-from qtrain.kernels.gemm.wgmma_schedule import count_tiles, find_tile
+from qtrain.kernels.gemm.wgmma_schedule import (
+    REGISTERS,
+    REGISTERS_AT_LAUNCH,
+    REGISTERS_OF_LOADS,
+    count_tiles,
+    descriptor,
+    find_tile,
+    free_stages,
+)
 
 SCALED_TILINGS = {t.name: t for t in (ProductTiling(4, 16), ProductTiling(4, staggered=False))}
 LOW_RANK_TILINGS = {t.name: t for t in (ProductTiling(4), ProductTiling(3))}
@@ -182,7 +185,7 @@ def launch_scaled_wgmma(
     left, right = low_rank or (None, None)
     rank = 0 if left is None else left.shape[1]
     _scaled_wgmma_kernel[(min(sm_count(a.device), m // LEAST_M * (n // LEAST_N)),)](
-        block_descriptor(a, 128), block_descriptor(b, 256), out, scale_a, scale_b, bias, left, right, m, n, k,
+        descriptor(a, [128, 128]), descriptor(b, [256, 128]), out, scale_a, scale_b, bias, left, right, m, n, k,
         ROWS=scales_rows((scale_a, scale_b)), RANK=rank, BLOCK_R=16 if rank <= 16 else 32 if rank <= 32 else 64,
         STAGES=tiling.stages, GROUP_M=tiling.group_m, STAGGERED=tiling.staggered,
         REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS, num_warps=4, maxnreg=REGISTERS_AT_LAUNCH,

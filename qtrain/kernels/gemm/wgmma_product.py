@@ -15,18 +15,21 @@ A kernel's partitions are `load_steps` and, for each warpgroup, `free_stages`, `
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from qtrain.kernels.compiler import gl, gluon, hopper
-from qtrain.kernels.gemm.wgmma_schedule import FIRST_BARRIER, count_tiles, find_tile, named_barrier, next_stage
+from qtrain.kernels.gemm.wgmma_schedule import (
+    BOTH,
+    FIRST_BARRIER,
+    FIRST_FREE,
+    FREE,
+    count_tiles,
+    find_tile,
+    loaded_barriers,
+    named_barrier,
+    next_stage,
+)
 
-REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
-"""Per thread of a warpgroup that multiplies, of the warp that loads, and of both before they are told apart. Of the
-240, 128 hold the sums of 64 x 256."""
-START, FIRST_FREE = gl.constexpr(FIRST_BARRIER), gl.constexpr(FIRST_BARRIER + 1)
-"""Named barriers: where the second warpgroup begins, and one for each stage that both have read; six at most."""
-BOTH, FREE = gl.constexpr("256"), gl.constexpr("288")
-"""Threads at such a barrier: both warpgroups; and with them the warp that loads."""
+START = gl.constexpr(FIRST_BARRIER)
+"""The named barrier where the second warpgroup begins."""
 STEP = gl.constexpr(128)
 """Columns of K a stage."""
 
@@ -42,15 +45,7 @@ class ProductTiling:
 
     @property
     def name(self) -> str:
-        return f"wgmma 128x256 s{self.stages} g{self.group_m}{' staggered' if self.staggered else ''}"
-
-
-def block_descriptor(codes: Tensor, rows: int) -> object:
-    """TMA descriptor of codes [R, K], contiguous, rows in multiples of 16 bytes, in blocks of `rows` x 128."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(codes, [rows, 128], layout)
+        return f"triton wgmma 128x256 s{self.stages} g{self.group_m}{' staggered' if self.staggered else ''}"
 
 
 @gluon.jit
@@ -60,18 +55,12 @@ def allocate(a_desc, b_desc, STAGES: gl.constexpr):
         gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, STEP], a_desc.layout),
         gl.allocate_shared_memory(b_desc.dtype, [STAGES, 256, STEP], b_desc.layout),
     )
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(loaded.index(stage), count=1)  # one arrival a phase: of the warp that loads
-    hopper.fence_async_shared()
-    return buffers, loaded
+    return buffers, loaded_barriers(STAGES)
 
 
 @gluon.jit
 def load_steps(common, GROUP_M: gl.constexpr):
-    """The warp that loads; a stage's life is that of `blockwise_wgmma.py`.
-
-    common: (A's and B's descriptors, buffers, mbarriers, sizes)."""
+    """The warp that loads. common: (A's and B's descriptors, buffers, mbarriers, sizes)."""
     descriptors, buffers, loaded, sizes = common
     a_desc, b_desc = descriptors
     a_buffers, b_buffers = buffers
@@ -88,13 +77,6 @@ def load_steps(common, GROUP_M: gl.constexpr):
             hopper.tma.async_copy_global_to_shared(a_desc, [row, at], barrier, a_buffers.index(stage))
             hopper.tma.async_copy_global_to_shared(b_desc, [column, at], barrier, b_buffers.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def free_stages(STAGES: gl.constexpr):
-    """Before a warpgroup's first tile all stages are free."""
-    for stage in gl.static_range(STAGES):
-        named_barrier("bar.arrive", FIRST_FREE + stage, FREE, 128)
 
 
 @gluon.jit

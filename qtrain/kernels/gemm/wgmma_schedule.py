@@ -1,14 +1,23 @@
 """What the partitions of a warp-specialized kernel on Hopper agree upon: the order of tiles, stages and barriers.
 
-Each partition, the warp that loads and the warpgroups that multiply, walks through the same tiles and steps by itself.
-Stages are a ring in shared memory that goes on from one tile to the next.
+Each partition, a warp that loads and two warpgroups that multiply, walks through the same tiles and steps by itself.
+Stages are a ring in shared memory that goes on from one tile to the next. A stage's life: both warpgroups arrive at its
+FREE barrier; the warp that loads, which waits there, starts the TMA copies into it; its mbarrier completes a phase when
+all their bytes have arrived; both warpgroups wait for that phase.
 """
 
-from qtrain.kernels.compiler import gl, gluon
+from torch import Tensor
+
+from qtrain.kernels.compiler import gl, gluon, hopper
 from qtrain.kernels.gemm.persistent import tile_of as _tile_of_triton
 
 FIRST_BARRIER = 8
-"""Of the named barriers that a kernel may take for itself, 8 to 15."""
+"""Of the named barriers that a kernel may take for itself, 8 to 15. Those of stages, six at most, are the last ones."""
+FIRST_FREE = gl.constexpr(FIRST_BARRIER + 2)
+BOTH, FREE = gl.constexpr("256"), gl.constexpr("288")
+"""Threads at a barrier: of both warpgroups; and with them of the warp that loads."""
+REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
+"""Per thread of a warpgroup that multiplies, of the warp that loads, and of both before they are told apart."""
 
 _tile_of = gluon.jit(getattr(_tile_of_triton, "fn", _tile_of_triton))
 
@@ -58,6 +67,23 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def loaded_barriers(STAGES: gl.constexpr):
+    """An mbarrier for each stage."""
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(loaded.index(stage), count=1)  # one arrival a phase: of the warp that loads
+    hopper.fence_async_shared()
+    return loaded
+
+
+@gluon.jit
+def free_stages(STAGES: gl.constexpr):
+    """Before a warpgroup's first tile all stages are free."""
+    for stage in gl.static_range(STAGES):
+        named_barrier("bar.arrive", FIRST_FREE + stage, FREE, 128)
+
+
+@gluon.jit
 def named_barrier(OPERATION: gl.constexpr, number, THREADS: gl.constexpr, OWN: gl.constexpr):
     """bar.sync or bar.arrive (OPERATION) at barrier `number` for THREADS threads, by the OWN of this partition.
 
@@ -69,3 +95,13 @@ def named_barrier(OPERATION: gl.constexpr, number, THREADS: gl.constexpr, OWN: g
     PTX: gl.constexpr = OPERATION + " $1, " + THREADS + "; mov.b32 $0, $1;"
     number = gl.full((OWN,), number, gl.int32, gl.BlockedLayout([1], [32], [OWN // 32], [0]))
     gl.inline_asm_elementwise(PTX, "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
+def descriptor(t: Tensor, block: list[int], *, swizzled: bool = True) -> object:
+    """TMA descriptor of t [R, C], rows in multiples of 16 bytes, in blocks; 128-byte swizzled in shared memory, or not
+    at all."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    width = 128 if swizzled else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * t.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(t, block, layout)
