@@ -33,7 +33,7 @@ class PeerMemory:
         # pyrefly: ignore[missing-attribute]  # typeshed's finalize has empty slots
         weakref.finalize(own, count_outside, device, -size).atexit = False
 
-    def of_ranks(self, start: int, stop: int) -> list[Tensor]:
+    def rank_views(self, start: int, stop: int) -> list[Tensor]:
         """The bytes [start, stop) of every rank."""
         return [memory[start:stop] for memory in self._ranks]
 

@@ -211,6 +211,6 @@ def _names(given: "Sequence[Given]", samples: int) -> list[str]:
         last = {"content": one.content} if isinstance(one.content, str) else one.content[-1]
         line = " ".join(str(last.get("content") or last.get("value")).split())
         line = line if len(line) <= 60 else f"{line[:57]}..."
-        of_samples = (f" ({sample} of {samples})" if samples > 1 else "" for sample in range(1, samples + 1))
-        names += [f"{number}{which}: {line}" for which in of_samples]
+        sample_notes = (f" ({sample} of {samples})" if samples > 1 else "" for sample in range(1, samples + 1))
+        names += [f"{number}{which}: {line}" for which in sample_notes]
     return names

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import of_device, tl, triton
+from qtrain.kernels.compiler import cached_per_device, tl, triton
 
 RESULTS = 65536
 """Results of a launch, at most."""
 
 
-@of_device
+@cached_per_device
 def arrival_counters(device: torch.device) -> Tensor:
     """int32 zeros, one a result, as every launch leaves them; launches of one stream share them."""
     return torch.zeros(RESULTS, dtype=torch.int32, device=device)

@@ -148,8 +148,8 @@ def recorded_launches() -> Iterator[list[Job]]:
         if threading.get_ident() != here:  # a launch of another thread
             return compiles(kernel, key, signature, device, constants, options, attributes, warmup)
         target = kernel.device_caches[device][2]
-        of_target = target.backend, target.arch, target.warp_size
-        found.append(Job(kernel, signature, constants, attributes, dict(options.__dict__), of_target))
+        target_key = target.backend, target.arch, target.warp_size
+        found.append(Job(kernel, signature, constants, attributes, dict(options.__dict__), target_key))
         return None
 
     address = FakeTensor.data_ptr

@@ -61,10 +61,10 @@ except ImportError:
 on_trace: Callable[[Callable[..., object], tuple[object, ...]], None] | None = None
 """Is given the function of each custom op that is traced, and the arguments; None: nothing looks at them."""
 
-__all__ = ["TensorDescriptor", "gl", "gluon", "hopper", "of_device", "operator", "tl", "triton"]
+__all__ = ["TensorDescriptor", "cached_per_device", "gl", "gluon", "hopper", "operator", "tl", "triton"]
 
 
-def of_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+def cached_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
     """Cache the tensor that `make` returns, by device: a real one where an operator is run on fake tensors too."""
 
     @functools.cache

@@ -124,8 +124,8 @@ def main(argv: list[str]) -> None:
 
     # ---- train -------------------------------------------------------------------------------------------------------
     runs_dir.mkdir(parents=True, exist_ok=True)
-    # A file of its own for every call: several machines may write into one folder.
-    written = results_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
+    # A file of its own for every call: several machines may write into one folder, and one several times a second.
+    written = results_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}.jsonl"
     deadline = began + settings.time_limit if settings.time_limit else None
     progress = Progress(runs, reference, known)
     failures = train_all(todo, settings.jobs, deadline, progress)

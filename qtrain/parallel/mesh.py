@@ -115,8 +115,8 @@ class Mesh:
     def model_group(self) -> RankGroup | None:
         """The ranks that hold the parts of one model, several the same part of what --ep does not split; None where
         each holds all of it."""
-        of_experts = self.expert_mesh.tp_group if self.expert_mesh is not None else None
-        return of_experts or self.tp_group  # a plan has no group of experts
+        expert_tp_group = self.expert_mesh.tp_group if self.expert_mesh is not None else None
+        return expert_tp_group or self.tp_group  # a plan has no group of experts
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:

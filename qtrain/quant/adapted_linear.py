@@ -181,11 +181,11 @@ def adapted_pair(gate_up: nn.Module, down: nn.Module, dtype: torch.dtype) -> tup
     """The two linears of an MLP as `adapted_mlp` takes them; None if it does not."""
     if not (isinstance(gate_up, AdapterModule) and isinstance(down, AdapterModule)):
         return None
-    up, of_down = gate_up.base_and_adapters(dtype), down.base_and_adapters(dtype)
-    if up is None or of_down is None or not (_plain(up.base) and _plain(of_down.base)):
+    first, second = gate_up.base_and_adapters(dtype), down.base_and_adapters(dtype)
+    if first is None or second is None or not (_plain(first.base) and _plain(second.base)):
         return None
-    one = writes_rows_between(up.base.scheme, of_down.base.scheme, up.base.out_features)
-    return (up, of_down) if one else None
+    takes = writes_rows_between(first.base.scheme, second.base.scheme, first.base.out_features)
+    return (first, second) if takes else None
 
 
 def writes_rows_between(up: LowBitScheme, down: LowBitScheme, width: int) -> bool:

@@ -240,8 +240,8 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
     for request, fmt, statistic in zip(requests, formats, reduce_all(statistics, reduce), strict=True):
         scheme, w, key, groups, reuse = request
         assert not isinstance(w, StoredWeight)  # its scales are per row or per 128 of one: none spans processes
-        of_rows, of_columns = scheme.formats_of("w")
-        if reuse is not None and of_rows == of_columns and scales_by_amax(scheme):
+        row_format, column_format = scheme.formats_of("w")
+        if reuse is not None and row_format == column_format and scales_by_amax(scheme):
             # Both layouts, written in place by one kernel.
             found.append(quantize_weight(request._replace(reuse=reuse._replace(amax=statistic.view(torch.int32)))))
             continue

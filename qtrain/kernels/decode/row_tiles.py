@@ -69,7 +69,7 @@ def _tile_kernel(
     m, n, k, x_scale_row, x_scale_column, scale_row, scale_column,
     SPEC: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of y [m, n], transposed: the weight's rows are those of the accumulators, which warps divide.
+    """BLOCK_N columns of y [m, n], transposed: the weight's rows are those of the accumulators, split over warps.
     SPLIT CTAs take a part of K each, and the last to arrive adds the parts."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

@@ -14,7 +14,7 @@ from qtrain.kernels.compiler import gl, gluon, hopper
 from qtrain.kernels.gemm.persistent import TMA_BYTES, scales_rows
 from qtrain.kernels.gemm.wgmma_product import (
     ProductTiling,
-    allocate,
+    allocate_stages,
     await_start,
     last_sums,
     load_steps,
@@ -149,7 +149,7 @@ def _scaled_wgmma_kernel(
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, STAGGERED: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_OF_LOADS: gl.constexpr,
 ):  # fmt: skip
-    buffers, loaded = allocate(a_desc, b_desc, STAGES)
+    buffers, loaded = allocate_stages(a_desc, b_desc, STAGES)
     # R of a tile, for each warpgroup.
     R: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK_R, element_bitwidth=16, rank=2)
     rights = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 256 if RANK > 0 else 8, BLOCK_R], R)

@@ -49,7 +49,7 @@ class ProductTiling:
 
 
 @gluon.jit
-def allocate(a_desc, b_desc, STAGES: gl.constexpr):
+def allocate_stages(a_desc, b_desc, STAGES: gl.constexpr):
     """-> buffers of A [STAGES, 128, STEP] and B [STAGES, 256, STEP], and an mbarrier for each stage."""
     buffers = (
         gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, STEP], a_desc.layout),

@@ -235,8 +235,8 @@ def k_grouped_mm(
             return out.view(groups * n, k)
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
         if name in WGMMA_TILINGS:
-            of_blocks = for_all_blocks(scale_a), for_all_blocks(scale_b)
-            launch_sums_wgmma(a, b, *of_blocks, out, WGMMA_TILINGS[name], starts)
+            block_scales = for_all_blocks(scale_a), for_all_blocks(scale_b)
+            launch_sums_wgmma(a, b, *block_scales, out, WGMMA_TILINGS[name], starts)
         else:
             launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, scales, fast_accum=fast_accum)
         return out.view(groups * n, k)

@@ -47,9 +47,9 @@ def launch_topk(scores: Tensor, count: int) -> Tensor:
     (rows, columns), out = scores.shape, scores.new_empty(scores.shape[0], count, dtype=torch.int64)
     if out.numel():
         width = triton.next_power_of_2(columns)
-        of_cta = max(ELEMENTS // width, 1)
-        _topk_kernel[(triton.cdiv(rows, of_cta),)](
-            scores, out, rows, columns, COUNT=count, ROWS=of_cta, COLUMNS=width, num_warps=4
+        rows_per_cta = max(ELEMENTS // width, 1)
+        _topk_kernel[(triton.cdiv(rows, rows_per_cta),)](
+            scores, out, rows, columns, COUNT=count, ROWS=rows_per_cta, COLUMNS=width, num_warps=4
         )
     return out
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.compiler import of_device, operator, tl, triton
+from qtrain.kernels.compiler import cached_per_device, operator, tl, triton
 from qtrain.kernels.numerics.formats import NF4_VALUES
 
 BLOCK = 64
@@ -27,7 +27,7 @@ AT_ONCE = 1 << 24
 """Elements that are quantized at once."""
 
 
-@of_device
+@cached_per_device
 def nf4_table(device: torch.device) -> Tensor:
     """NF4_VALUES as fp32 [16]; one copy per device: a CUDA graph cannot capture the transfer."""
     return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)

@@ -159,20 +159,20 @@ def _quantize_softmax_grad_kernel(
     has_special = tl.max(special.to(tl.int32), 0) > 0
     row, above = tile_m * BLOCK + 4 * i, rows_inside(tile_m, m, EVEN, BLOCK)
     row_words = logits_ptr + row.to(tl.int64) * words
-    of_row0 = _load_row_statistics(row_ptrs, row, above, z_loss)
-    of_row1 = _load_row_statistics(row_ptrs, row + 1, above, z_loss)
-    of_row2 = _load_row_statistics(row_ptrs, row + 2, above, z_loss)
-    of_row3 = _load_row_statistics(row_ptrs, row + 3, above, z_loss)
+    statistics0 = _load_row_statistics(row_ptrs, row, above, z_loss)
+    statistics1 = _load_row_statistics(row_ptrs, row + 1, above, z_loss)
+    statistics2 = _load_row_statistics(row_ptrs, row + 2, above, z_loss)
+    statistics3 = _load_row_statistics(row_ptrs, row + 3, above, z_loss)
     # Row after row, and two of them become halves of words of column codes at once: few live registers.
     ptrs = codes_ptr + start + offset
-    x0, amax0 = _row_codes(x0, has_special, row_words, of_row0, left, j, above, inv_scale, CODE)
+    x0, amax0 = _row_codes(x0, has_special, row_words, statistics0, left, j, above, inv_scale, CODE)
     tl.store(ptrs, x0.to(tl.int16), inside)
-    x1, amax1 = _row_codes(x1, has_special, row_words + words, of_row1, left, j, above, inv_scale, CODE)
+    x1, amax1 = _row_codes(x1, has_special, row_words + words, statistics1, left, j, above, inv_scale, CODE)
     tl.store(ptrs + words, x1.to(tl.int16), inside)
     upper, amax = transpose_two_codes(x0, x1, CODE.ptx), tl.maximum(amax0, amax1)
-    x2, amax2 = _row_codes(x2, has_special, row_words + 2 * words, of_row2, left, j, above, inv_scale, CODE)
+    x2, amax2 = _row_codes(x2, has_special, row_words + 2 * words, statistics2, left, j, above, inv_scale, CODE)
     tl.store(ptrs + 2 * words, x2.to(tl.int16), inside)
-    x3, amax3 = _row_codes(x3, has_special, row_words + 3 * words, of_row3, left, j, above, inv_scale, CODE)
+    x3, amax3 = _row_codes(x3, has_special, row_words + 3 * words, statistics3, left, j, above, inv_scale, CODE)
     tl.store(ptrs + 3 * words, x3.to(tl.int16), inside)
     amax = tl.maximum(amax, tl.maximum(amax2, amax3))
     if codes_t_ptr is not None:

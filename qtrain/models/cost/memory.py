@@ -190,8 +190,8 @@ def estimate_memory(
     residual = step.residuals_on_host * step.tokens * config.hidden_size * element
     residuals = residual * (config.num_hidden_layers - 1)
     # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
-    of_position = 4 * config.rope_dim
-    gathered = step.documents * step.tokens * of_position
+    position_bytes = 4 * config.rope_dim
+    gathered = step.documents * step.tokens * position_bytes
     copies = trained.copies(element, step.recompute)
     kept = [(count, sum(layer.kept(step.recompute).values())) for count, layer in layers]
     one_layer = step.tokens * max(size for _, size in kept) + gathered
@@ -216,7 +216,7 @@ def estimate_memory(
         loss=round(loss),
         backward=round(max(last_layer, head_backward_bytes(config, step, low_bit, trained))),
         at_end=round(end.temporaries),
-        workspace=CUDA_WORKSPACE + step.seq_len * of_position,
+        workspace=CUDA_WORKSPACE + step.seq_len * position_bytes,
         held=gradients.held,
         one_layer=round(end.activations),
         build=build,

@@ -117,24 +117,24 @@ def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, tra
     if not (step.chunked_loss and trained.head):
         return 0.0
     # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
-    of_chunk = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
-    return -(-step.tokens // step.loss_rows) * embedding_elements(config) * of_chunk
+    chunk_bytes = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
+    return -(-step.tokens // step.loss_rows) * embedding_elements(config) * chunk_bytes
 
 
 def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
     chunks = -(-step.tokens // step.mlp_rows)
     if chunks == 1 or config.moe_layers:
         return 0.0
-    of_chunk = 0.0
+    chunk_bytes = 0.0
     for name, count, weights, linear in low_bit.linears(config):
         if name in DENSE_MLP:
             # Read by the forward pass, again in the backward pass, and by that itself; what is dequantized is written
             # too.
-            of_chunk += count * 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
+            chunk_bytes += count * 3 * weights * ((1.0 if linear.codes else step.element) + 2 * linear.temporary)
     # The sum in fp32 is read and written, and a chunk's gradient is a tensor of its own before that.
-    of_chunk += config.num_hidden_layers * trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
+    chunk_bytes += config.num_hidden_layers * trained.mlp_elements(config) * (2 * 4 + 2 * trained.element)
     # One chunk moves what an MLP without chunks moves.
-    return (chunks - 1) * of_chunk
+    return (chunks - 1) * chunk_bytes
 
 
 def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:

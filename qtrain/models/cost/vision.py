@@ -91,11 +91,11 @@ def _measure(model: nn.Module, head: nn.Module | None, input_size: tuple[int, in
     weights = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     forward = {m: 2.0 * count * m.weight.numel() for m, count in rows.items()}
     # Backward has two products for each of the forward pass; for the image, one.
-    of_image = sum(flops for m, flops in forward.items() if m in read and not read[m].requires_grad)
+    image_flops = sum(flops for m, flops in forward.items() if m in read and not read[m].requires_grad)
     head_flops = 3.0 * forward[head] if isinstance(head, nn.Linear) and head in forward else 0.0
     counts = sorted(count for m, count in rows.items() if m is not head and isinstance(m, nn.Linear))
     return VisionCost(
-        blocks=3.0 * sum(forward.values()) - of_image - head_flops,
+        blocks=3.0 * sum(forward.values()) - image_flops - head_flops,
         head=head_flops,
         attention=3.0 * attention.flops,
         other=max(3.0 * (counter.get_total_flops() - sum(forward.values())), 0.0),

@@ -50,7 +50,7 @@ class Distillation:
         with torch.no_grad():
             hidden = self.teacher.hidden_states(input_ids, doc_ids)[0].flatten(0, -2)  # [T, C]
 
-        def of_chunk(chunk: slice) -> Entropy:
+        def chunk_entropy(chunk: slice) -> Entropy:
             def entropy(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
                 weight, temperature = self.options.weight, self.options.temperature
                 teacher = self.teacher.lm_head(hidden[chunk])  # [t, V]
@@ -60,4 +60,4 @@ class Distillation:
 
             return entropy
 
-        return of_chunk
+        return chunk_entropy

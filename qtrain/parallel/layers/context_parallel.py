@@ -141,10 +141,10 @@ class _OverAllKeys(nn.Module):
         self.group = group
 
     def over_keys(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
-        of_one: Any = super().over_keys  # that of the other base
+        attend_all: Any = super().over_keys  # that of the other base
         if not info.sharded:
-            return of_one(q, k, v, info)
-        return to_tokens(of_one(*to_heads((q, k, v), self.group), info), self.group)
+            return attend_all(q, k, v, info)
+        return to_tokens(attend_all(*to_heads((q, k, v), self.group), info), self.group)
 
 
 class CPAttention(_OverAllKeys, Attention):

@@ -198,8 +198,8 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
         tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
         return quantize_operands(tokens, request)
     # Of tokens, not of rows: T codes are sent, and sorted into rows by expert after they have arrived.
-    of_tokens = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    operands = _routed_operands(TokenExchange(group).quantize(x, of_tokens).codes, groups, request)
+    token_request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
+    operands = _routed_operands(TokenExchange(group).quantize(x, token_request).codes, groups, request)
     if linear.observe is not None:  # looks at the values too
         tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
         linear.observe(request, tokens, operands)

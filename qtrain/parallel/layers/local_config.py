@@ -46,9 +46,9 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str, 
     if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
     if (experts := config.mixture.experts // tp) % ranks:
-        of_rank = f" on each rank of --tp {tp}" * (tp > 1)
+        per_rank = f" on each rank of --tp {tp}" * (tp > 1)
         raise UserError(
-            f"--ep: {ranks} does not divide the {experts} experts of {model}{of_rank}; allowed: {divisors(experts)}."
+            f"--ep: {ranks} does not divide the {experts} experts of {model}{per_rank}; allowed: {divisors(experts)}."
         )
 
 

@@ -273,9 +273,9 @@ def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
     stochastically."""
     notes = []
     if mesh.tp > 1:
-        of_experts = " and --ep" * (mesh.ep > 1)
+        with_ep = " and --ep" * (mesh.ep > 1)
         notes.append(
-            f"note    --deterministic: the same on any number of processes with this --tp{of_experts}, whose sums have "
+            f"note    --deterministic: the same on any number of processes with this --tp{with_ep}, whose sums have "
             "an order of their own"
         )
     if mesh.cp > 1:

@@ -46,7 +46,7 @@ class _Projection(NamedTuple):
         return f"{self.state}{self.index + rank * self.count}{self.format}"
 
 
-class DividedState:
+class ModelParallelState:
     """Converts between a rank's tensors and whole ones. model: its part of a decoder."""
 
     def __init__(self, model: Decoder):
@@ -63,9 +63,9 @@ class DividedState:
 
     def model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of `model_tensors`."""
-        return {name: self._divided(name, tensor) for name, tensor in tensors.items()}
+        return {name: self._whole_entry(name, tensor) for name, tensor in tensors.items()}
 
-    def _divided(self, name: str, tensor: Tensor) -> Tensor:
+    def _whole_entry(self, name: str, tensor: Tensor) -> Tensor:
         owner, _, part = name.rpartition(".")
         if owner not in self._stored or part not in ("codes", "scale"):
             return self._whole(name, name, tensor, 1)

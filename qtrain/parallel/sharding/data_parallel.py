@@ -21,7 +21,7 @@ from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharding.checkpoint_layout import DividedState
+from qtrain.parallel.sharding.checkpoint_layout import ModelParallelState
 from qtrain.parallel.sharding.full_shard import FullShard, Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
@@ -129,7 +129,7 @@ class DataParallel:
         """Of masters that are parts of larger parameters."""
         if self._parts is not None:
             self.placements |= self._parts.placements
-        self.divided_state = None if mesh.model_group is None else DividedState(_decoder(model))
+        self.model_parallel_state = None if mesh.model_group is None else ModelParallelState(_decoder(model))
         if mesh.dp_size > 1 or deterministic:
             self._reduction = GradientReduction(
                 groups,

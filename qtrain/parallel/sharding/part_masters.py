@@ -51,8 +51,8 @@ class TensorParts:
 
 
 def keep_in_order(model: nn.Module) -> dict[int, Tensor]:
-    """Have experts that ranks divide compute as one process with all of them would, bit for bit, whether they train or
-    not. Returns what receives the gradients of those that do, by id of a parameter."""
+    """Have experts that are split over ranks compute as one process with all of them would, bit for bit, whether they
+    train or not. Returns what receives the gradients of those that do, by id of a parameter."""
     terms = {}
     for module in model.modules():
         if isinstance(module, EPExperts):

@@ -52,7 +52,7 @@ class ShardedCodes:
     _kept: list[Tensor] | MaybeNone = None
     memory: PeerMemory | None = None
     """Where every rank keeps its codes for the others to read; None: they are sent."""
-    _of_ranks: list[Tensor] | MaybeNone = None
+    _rank_views: list[Tensor] | MaybeNone = None
     """There, of every shard rank, the bytes of its codes."""
 
     @cached_property
@@ -137,18 +137,18 @@ class ShardedCodes:
     def share(self, memory: PeerMemory, start: int) -> None:
         """Keep this rank's codes where the others read them, from byte `start` on."""
         mesh, fmt = self.sharded.mesh, self._format.fmt
-        self.memory, self._of_ranks = memory, memory.of_ranks(start, start + self.bytes() // mesh.shard)
+        self.memory, self._rank_views = memory, memory.rank_views(start, start + self.bytes() // mesh.shard)
         shapes = [codes_shape(fmt, *rows.shape) for rows, _ in self._pieces()]  # one after the other
-        own = self._of_ranks[mesh.shard_rank].view(FORMATS[fmt].dtype).split([math.prod(shape) for shape in shapes])
+        own = self._rank_views[mesh.shard_rank].view(FORMATS[fmt].dtype).split([math.prod(shape) for shape in shapes])
         self._kept = [piece.view(shape) for piece, shape in zip(own, shapes, strict=True)]
 
     def read(self) -> None:
         """Give the linear the codes that all ranks share."""
         (whole,) = self.empty()
-        parts, me = as_bytes(whole).chunk(len(self._of_ranks)), self.sharded.mesh.shard_rank
+        parts, me = as_bytes(whole).chunk(len(self._rank_views)), self.sharded.mesh.shard_rank
         # Each rank begins with its own: no two read from the same one at a time.
         for rank in (*range(me, len(parts)), *range(me)):
-            parts[rank].copy_(self._of_ranks[rank])
+            parts[rank].copy_(self._rank_views[rank])
         sent["codes"] += (len(parts) - 1) * len(parts[0])
         self.receive([whole])
 

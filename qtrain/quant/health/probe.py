@@ -251,12 +251,12 @@ class LinearProbe:
     def _choose_rows(self, request: OperandRequest, t: Tensor) -> "_Sample":
         if request.groups is None:
             return _Sample(spread(t.shape[0], SAMPLE, t.device))
-        of_row = request.groups.group_of_block.long().repeat_interleave(BLOCK_ROWS)  # -1: of none
+        expert_of_row = request.groups.group_of_block.long().repeat_interleave(BLOCK_ROWS)  # -1: of none
         # Blocks are filled up with zeros; where experts are on several processes, blocks of others' have nothing else.
         used = torch.linalg.vector_norm(t, ord=torch.inf, dim=1) > 0
-        counts = torch.bincount(of_row + 1, weights=used.float(), minlength=request.groups.count + 1)[1:]
+        counts = torch.bincount(expert_of_row + 1, weights=used.float(), minlength=request.groups.count + 1)[1:]
         expert = int(counts.argmax())  # synchronizes: the number of its rows is a shape
-        rows = ((of_row == expert) & used).nonzero().flatten()
+        rows = ((expert_of_row == expert) & used).nonzero().flatten()
         self.expert_rows = rows.shape[0]
         return _Sample(rows[spread(rows.shape[0], SAMPLE, t.device)], rows, expert, request.groups.count)
 

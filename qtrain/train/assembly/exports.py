@@ -103,7 +103,7 @@ def write_exports(prepared: Prepared, run: Run, model: Any, tokenizer: Tokenizer
     assert isinstance(prepared.architecture, LanguageArchitecture)
     source = prepared.architecture.source
     hardware = device_name(prepared.device, prepared.geometry.devices)
-    card = ModelCard.of_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)
+    card = ModelCard.from_run(folder, source, as_dict(settings), hardware=hardware, lines=whose)
     options = ExportOptions(tokenizer, left_by_training(prepared.linears), settings.seq_len)
     lines = export_folders(model, source, export_paths(run), options, card)
     if any(name != "hf" for name in settings.export_format):

@@ -193,7 +193,7 @@ class MeasuredModel:
         if self.settings is None:
             return ModelCard(Path(name).name, self.source, {}, lines=lines)
         run = self.checkpoint.parent.parent if self.checkpoint is not None else Path(self.exported).parent
-        return ModelCard.of_run(run, self.source, self.trained, lines=lines)
+        return ModelCard.from_run(run, self.source, self.trained, lines=lines)
 
     def _prepared(self, device: torch.device) -> tuple[Prepared, Lora | None]:
         # In the dtype of the run, which auto may not be on this device; older checkpoints do not name it.

@@ -39,7 +39,7 @@ class ModelCard:
     """The log's lines on whose weights these are."""
 
     @classmethod
-    def of_run(cls, folder: Path, source: ModelSource, settings: Mapping[str, Any], **others: Any) -> "ModelCard":
+    def from_run(cls, folder: Path, source: ModelSource, settings: Mapping[str, Any], **others: Any) -> "ModelCard":
         """The card of the run in `folder`."""
         return cls(folder.resolve().name, source, settings, read_metrics(folder / "metrics.jsonl"), **others)
 

@@ -32,7 +32,7 @@ from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
 
 BUILT_IN_FULL = (
-    "note    full sharding: every process builds this model in full before it divides it; --model_impl native builds "
+    "note    full sharding: every process builds this model in full before it shards it; --model_impl native builds "
     "matrix by matrix"
 )
 

@@ -18,7 +18,7 @@ from qtrain.quant import Scheme
 from qtrain.quant.scheme_map import with_overrides
 from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions, of_phase
+from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions, phase_settings
 from qtrain.train.settings.machine import check_plan_flags, check_planned_scheme, mesh_of_world, run_world
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings
@@ -57,7 +57,7 @@ class CheckedSettings:
 
     def at(self, phase: Phase) -> "CheckedSettings":
         """The settings with the scheme of a phase as that of the whole run."""
-        settings = of_phase(self.settings, phase)
+        settings = phase_settings(self.settings, phase)
         scheme = with_overrides(settings.quantize_overrides, phase.scheme)
         return dataclasses.replace(self, settings=settings, scheme=scheme, phases=())
 
@@ -129,7 +129,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_exclusions(options)
     check_planned_scheme(settings, scheme)
     for phase in options.phases:  # each as if it were the scheme of the whole run
-        alone = Options(of_phase(settings, phase), script)
+        alone = Options(phase_settings(settings, phase), script)
         check_exclusions(alone)
         check_planned_scheme(alone.settings, alone.scheme)
     check_trackers(settings.trackers)

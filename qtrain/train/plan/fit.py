@@ -218,11 +218,11 @@ def _moved(checked: CheckedSettings, keep_given: bool) -> Iterator[tuple[tuple[s
     alone = own and checked.mesh.world == 1
     frozen = alone and getattr(settings, "lora", None) is not None
     layers = [*(["residuals"] if own else []), *(["weights"] if frozen else [])]
-    chosen = [(*states[:count], *of_layers) for of_layers in _subsets(layers) for count in range(len(states) + 1)]
+    chosen = [(*states[:count], *subset) for subset in _subsets(layers) for count in range(len(states) + 1)]
     if alone and not frozen:
-        chosen += [(*states, *of_layers, "weights", "gradients") for of_layers in _subsets(layers)]
+        chosen += [(*states, *subset, "weights", "gradients") for subset in _subsets(layers)]
     if own and checked.mesh.shard > 1 and settings.reshard_after_forward != "never":
-        chosen += [(*states, *of_layers, "gradients") for of_layers in _subsets(layers)]
+        chosen += [(*states, *subset, "gradients") for subset in _subsets(layers)]
     for names in chosen:
         sharded = {"reshard_after_forward": "always"} if "gradients" in names and not alone else {}
         yield names, {} if set(names) == checked.offload else {"offload": names, **sharded, **elsewhere}

@@ -43,7 +43,7 @@ def plan_language_run(
         model_config = model_config.with_sub_norms("--quantize")
     _check_8bit(settings, model_config)
     flops = asdict(flops_per_token(model_config, settings.seq_len))
-    of_layers, counted = layer_linears(model_config), count_parameters(model_config)
+    per_layer, counted = layer_linears(model_config), count_parameters(model_config)
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
     run = LanguageRun(checked, model_config, linears, trained, teacher)
     own_trained = None if trained is None else trained.on_rank(settings.ep)
@@ -59,7 +59,7 @@ def plan_language_run(
         active=counted.active if counted.inactive else None,
         flops=flops,
         # A mixture's token uses some of the experts: their GEMMs count with the share that runs.
-        work={n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears},
+        work={n.name: n.weights if n.is_head else per_layer[linear_key(n.name)].used for n in linears},
         frozen=bool(run.adapters),
         moe=model_config.moe is not None,
         again=forward_again(model_config, recompute_kinds(settings)),

@@ -156,7 +156,7 @@ class LanguageRun:
             reads_codes = in_linears and not name.startswith("experts.")
             return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, reads_codes)
 
-        def of_layer(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
+        def layer_low_bit(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
             # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
             # Of a mixture the experts decide, which are most of the layer.
             main = "experts." if "experts.gate_up" in schemes else ""
@@ -178,8 +178,8 @@ class LanguageRun:
 
         kinds = {key: scheme for layer in layers for key, scheme in layer.items()}
         if all(kinds[key] == scheme for layer in layers for key, scheme in layer.items()):
-            return of_layer(kinds)
-        return replace(of_layer(kinds), layers=tuple(map(of_layer, layers)))
+            return layer_low_bit(kinds)
+        return replace(layer_low_bit(kinds), layers=tuple(map(layer_low_bit, layers)))
 
     @property
     def _sums_in_place(self) -> bool:
@@ -199,21 +199,21 @@ class LanguageRun:
         # Parameters of which a rank keeps a master besides what the layers read.
         apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 
-        def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
+        def kind_shares(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
             """Of experts and of all others. whole: the share of what is not sharded."""
             experts, others = ([s for s in chosen if s.experts == kind] for kind in (True, False))
             # Where none of a kind trains, frozen weights are sharded evenly all the same.
-            own, of_others = (
+            expert_share, other_share = (
                 fullest_share(kind, shards, needs_whole) if kind else 1 / shards
                 for kind, shards in ((experts, mesh.expert_mesh.shard), (others, mesh.shard))
             )
-            return whole if _is_whole(mesh) else own, of_others
+            return whole if _is_whole(mesh) else expert_share, other_share
 
         def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
             if mesh.expert_mesh is None:
                 return fullest_share(chosen, mesh.shard, needs_whole)
-            own, of_others = of_kinds(chosen, whole)
-            held = sum(s.elements * (own if s.experts else of_others) for s in chosen)
+            expert_share, other_share = kind_shares(chosen, whole)
+            held = sum(s.elements * (expert_share if s.experts else other_share) for s in chosen)
             return held / max(sum(s.elements for s in chosen), 1)
 
         # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.
@@ -223,8 +223,10 @@ class LanguageRun:
         gradients = 0.0 if mesh.shard == 1 else fullest(summed, whole=0.0)
         gradients *= sum(s.elements for s in summed) / max(sum(s.elements for s in shapes), 1)
         states = fullest(shapes)
-        own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
-        return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
+        expert_share, other_share = (states, states) if mesh.expert_mesh is None else kind_shares(shapes, 1.0)
+        return RankShare(
+            states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else expert_share, other_share
+        )
 
 
 def _is_sent_alone(shape: ParameterShape, element: int) -> bool:

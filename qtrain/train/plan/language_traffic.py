@@ -43,19 +43,19 @@ def language_traffic(run: LanguageRun) -> Traffic:
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
         matrices = [group for group in shapes if len(group.shape) > 1]
         in_layers, at_end = ([n for n in linears if n.is_head == is_head] for is_head in (False, True))
-        of_layers = weights_on_wire(sum(n.weights for n in in_layers), in_layers, element)
-        of_adapters = adapted * trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
+        layer_bytes = weights_on_wire(sum(n.weights for n in in_layers), in_layers, element)
+        adapter_bytes = adapted * trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
         weights = weights_on_wire(parameters, alone, trained.element)
         # With full sharding: updated weights of layers, embedding and head are gathered when they are read.
         sharded = weights_on_wire(trained_end * matrix, at_end if own_head else (), element) if at_end else 0.0
-        sharded += of_adapters if adapted else of_layers
+        sharded += adapter_bytes if adapted else layer_bytes
         return Traffic(
             parameters=parameters,
             matrices=sum(group.count for group in matrices),
             element=trained.element,
             weights=weights,
             outside=weights - sharded,
-            in_layers=of_layers + of_adapters,
+            in_layers=layer_bytes + adapter_bytes,
             at_ends=weights_on_wire(ends, at_end, element) if ends and at_end else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
@@ -101,17 +101,17 @@ def _tensor_traffic(run: LanguageRun) -> GroupTraffic:
             if not n.is_head and linear_key(n.name) == kind
         )
 
-    of_token, calls = halves("qkv", "qkv", last="block" not in kinds), layers * EXCHANGES_A_HALF
+    token_bytes, calls = halves("qkv", "qkv", last="block" not in kinds), layers * EXCHANGES_A_HALF
     if layers > mixtures:
-        of_token += halves("gate_up", "ffn", last=True)
+        token_bytes += halves("gate_up", "ffn", last=True)
         calls += (layers - mixtures) * EXCHANGES_A_HALF
     if mixtures and settings.ep == 1:
-        of_token += mixtures * _routed_bytes(run)
+        token_bytes += mixtures * _routed_bytes(run)
         calls += mixtures * EXCHANGES_A_LAYER
     return GroupTraffic(
         "activations",
         tokens=run.checked.geometry.micro_batch_size * settings.seq_len,
-        bytes_per_token=of_token + EXCHANGES_A_HALF * width * element,  # of embedding and head
+        bytes_per_token=token_bytes + EXCHANGES_A_HALF * width * element,  # of embedding and head
         calls=calls + EXCHANGES_A_HALF,
     )
 

@@ -281,8 +281,8 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
         return 0.0
     if traffic.experts is not None:
         part, expert_mesh = traffic.experts.part(mesh.ep), mesh.expert_mesh
-        of_part = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)
-        return of_part + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
+        part_overhead = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)
+        return part_overhead + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
     if traffic.group is not None:
         return exchange_overhead(replace(traffic, group=None), Mesh(mesh.replicate, mesh.shard), reshards)
     # Without shards, as in DDP, no weights are gathered.

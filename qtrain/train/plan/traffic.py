@@ -146,12 +146,12 @@ class Traffic:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
         # Twice: before the forward and before the backward pass; what ends the model is kept for the latter.
-        of_layers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
-        of_layers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
+        layer_gathers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
+        layer_gathers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
         return {
             "gradients": gradients + sums,
             "weights": cluster.all_gather(shard_group, self.outside, math.ceil(self.outside / BUCKET_BYTES)),
-            "weights of layers": of_layers * self.micro_batches,
+            "weights of layers": layer_gathers * self.micro_batches,
         }
 
     def _calls(self, size: float) -> int:

@@ -128,7 +128,7 @@ class Options:
         return (self.get(name) or {}).get(key)
 
 
-def of_phase(settings: TrainSettings, phase: Phase) -> TrainSettings:
+def phase_settings(settings: TrainSettings, phase: Phase) -> TrainSettings:
     """The settings with the scheme of a phase of --quantize_schedule as that of the whole run."""
     options = {"scheme": phase.spec} if isinstance(phase.spec, str) else dict(phase.spec)
     name = options.pop("scheme")
@@ -316,7 +316,7 @@ RUN_EXCLUSIONS = (
         "gradients of adapters are small and stay on the GPU", "; take gradients out of the list"),
     Exclusion("--offload", "weights of several processes",
         lambda o: "weights" in o.offload and run_world(o.settings) > 1,
-        "weights of several processes are divided among them",
+        "weights of several processes are sharded among them",
         "; take weights out of the list, and give --reshard_after_forward always"),
     Exclusion("--offload", "gradients of several processes without --reshard_after_forward always",
         lambda o: "gradients" in o.offload and run_world(o.settings) > 1
@@ -423,14 +423,14 @@ RUN_EXCLUSIONS = (
         lambda o: _low_bit_base(o) and o.settings.quantize_kwargs,
         "the products of a base in low bits have no options", LEAVE),
     *(Exclusion(f"--{name}", KEPT, lambda o, name=name: keeps_codes(o.scheme) and getattr(o.settings, name) > 1,
-          "the frozen base keeps the codes of --model, which it does not divide", OTHER_BASE)
+          "the frozen base keeps the codes of --model, which it does not shard", OTHER_BASE)
       for name in ("tp", "ep")),
     Exclusion("--quantize_kwargs", KEPT, lambda o: keeps_codes(o.scheme) and o.settings.quantize_kwargs,
         "the products of a base in the codes of --model have no options", f"{OTHER_BASE}, or leave it out"),
     Exclusion("--reshard_after_forward", KEPT,
         lambda o: keeps_codes(o.scheme) and not rows_divide(getattr(o.scheme.root, "stored_format", ""))
         and o.settings.reshard_after_forward == "always" and run_world(o.settings) > 1,
-        "the frozen base keeps FP8 codes with a scale per 128x128, which are not divided by rows",
+        "the frozen base keeps FP8 codes with a scale per 128x128, which are not split by rows",
         f"{OTHER_BASE}, or leave it out"),
     *(Exclusion("--lora.merge_format", f"--lora {name}",
           lambda o, key=key: o.lora and o.lora.merge_format and getattr(o.lora, key),
@@ -457,11 +457,11 @@ RUN_EXCLUSIONS = (
         "'{lora.merge_format}' needs qtrain's own decoder, as its export does", "; use --model_impl native"),
     *(Exclusion("--lora.merge_format", f"--{name}",
           lambda o, name=name: o.lora and o.lora.merge_format and getattr(o.settings, name) > 1,
-          f"'{{lora.merge_format}}' rounds whole weights, which --{name} divides", "; leave one of them out")
+          f"'{{lora.merge_format}}' rounds whole weights, which --{name} splits", "; leave one of them out")
       for name in ("tp", "ep")),
     Exclusion("--lora.merge_format", "--reshard_after_forward always",
         lambda o: o.lora and o.lora.merge_format and o.settings.reshard_after_forward == "always",
-        "'{lora.merge_format}' rounds whole weights, which full sharding divides", "; leave one of them out"),
+        "'{lora.merge_format}' rounds whole weights, which full sharding splits", "; leave one of them out"),
     _note("--lora.merge_format", "--export_format without it",
         lambda o: o.lora and o.lora.merge_format and o.lora.merge_format not in o.get("export_format"),
         "trains for an export in {lora.merge_format}, which --export_format does not name"),
@@ -611,7 +611,7 @@ RUN_EXCLUSIONS = (
         "{cp}, but only qtrain's own decoder has context parallelism", "; use --model_impl native, or leave it out"),
     *(Exclusion("--cp", f"--{name}", _with("cp", lambda o, name=name: getattr(o.settings, name) > 1),
           f"{{cp}}, but ranks of --{name} {{{name}}} {what}", "; leave one of them out")
-      for name, what in (("tp", "divide the tokens between the layers' parts already"),
+      for name, what in (("tp", "split the tokens between the layers' parts already"),
                          ("ep", "compute experts for whole sequences of their own"))),
     Exclusion("--cp", "--seq_len_multiple that it does not divide",
         _with("cp", lambda o: (o.get("seq_len_multiple") or 0) % o.settings.cp),

@@ -75,9 +75,9 @@ def fingerprint(model: nn.Module, master: Master = itself) -> dict[str, str]:
     parts, splits, groups = getattr(model, "parts", None), dict.fromkeys(frozen), dict.fromkeys(frozen)
     if isinstance(parts, ModelParallel):
         parameters = {clean_name(name) for name, _ in model.named_parameters()}
-        of_parameter = {name: _parameter(name, parameters) for name in frozen}
-        splits = {name: parts.partition(parameter) for name, parameter in of_parameter.items()}
-        groups = {name: parts.group_of(parameter) if splits[name] else None for name, parameter in of_parameter.items()}
+        named = {name: _parameter(name, parameters) for name in frozen}
+        splits = {name: parts.partition(parameter) for name, parameter in named.items()}
+        groups = {name: parts.group_of(parameter) if splits[name] else None for name, parameter in named.items()}
     for group in filter(None, dict.fromkeys(groups.values())):  # in the order of the names, the same on all ranks
         # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
         every = group.all_gather_no_grad(torch.stack(sums)[None])

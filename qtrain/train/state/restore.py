@@ -117,9 +117,9 @@ def _load(run: Run, path: Path) -> tuple[list[str], list[str]]:
     saved_tp, tp = meta.get("tp", 1), run.settings.tp
     refuse_other_tp(saved_tp, meta.get("tp_only", []), tp, path)
     rng = rng_state()
-    master, divided, optim = run.parallel.master, run.parallel.divided_state, meta["optim"]
-    if divided:
-        optim = divided.own_meta(optim)
+    master, layout, optim = run.parallel.master, run.parallel.model_parallel_state, meta["optim"]
+    if layout:
+        optim = layout.own_meta(optim)
     notes = [
         *check_files(meta.get("files"), run.data_files, run.files, path),
         *check_teacher(meta.get("teacher"), run.teacher, path),
@@ -127,8 +127,8 @@ def _load(run: Run, path: Path) -> tuple[list[str], list[str]]:
     ]
     try:
         tensors = run.tensors(prepare_optimizer(run.optimizer, run.model, optim, master), rng)
-        if divided:
-            refuse_other_tp(saved_tp, divided.inexact(), tp, path)
+        if layout:
+            refuse_other_tp(saved_tp, layout.inexact(), tp, path)
         check_frozen(meta.get("frozen"), run.frozen, path, run.settings.model)
         Checkpoints.load(path, tensors)
     except OtherTensors as error:

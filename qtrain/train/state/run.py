@@ -131,8 +131,8 @@ class Run:
         }
         if self.teacher is not None:
             meta["teacher"] = self.teacher
-        if divided := self.parallel.divided_state:
-            meta |= {"optim": divided.whole_meta(optim_meta), "tp": self.settings.tp, "tp_only": divided.inexact()}
+        if layout := self.parallel.model_parallel_state:
+            meta |= {"optim": layout.whole_meta(optim_meta), "tp": self.settings.tp, "tp_only": layout.inexact()}
         return tensors, meta
 
     def tensors(self, optim: dict[str, Any], rng: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class Run:
         if self.ema is not None:
             tensors["ema"] = self.ema.tensors()
         # A rank may have parts, saved as slices of the whole tensors, which other degrees load.
-        if divided := self.parallel.divided_state:
-            tensors |= {"model": divided.model(model), "optim": divided.states(optim)}
+        if layout := self.parallel.model_parallel_state:
+            tensors |= {"model": layout.model(model), "optim": layout.states(optim)}
         return tensors
 
     @contextlib.contextmanager

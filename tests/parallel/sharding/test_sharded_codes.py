@@ -118,7 +118,7 @@ class _MappedFiles:
         torch.distributed.barrier()
         self._ranks = [torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8) for r in (0, 1)]
 
-    def of_ranks(self, start: int, stop: int) -> list[torch.Tensor]:
+    def rank_views(self, start: int, stop: int) -> list[torch.Tensor]:
         return [memory[start:stop] for memory in self._ranks]
 
     def publish(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from qtrain.comm.rank_group import RankGroup
 from qtrain.models import ModelSource, empty_model
 from qtrain.parallel.layers.place import ModelParallel
-from qtrain.parallel.sharding.checkpoint_layout import DividedState
+from qtrain.parallel.sharding.checkpoint_layout import ModelParallelState
 from tests.parallel.sharding.test_checkpoint_layout import _run, _saved, _settings
 from tests.system import TINY
 from tests.test_mixture_runs import QWEN
@@ -48,7 +48,7 @@ def test_states_of_projections_have_the_numbers_of_the_whole():
     """Muon's momenta: rank 1 of 2 has the third and fourth of two experts' gate and up."""
     source = ModelSource("m", {**TINY, **MODEL, "num_experts": 2, "num_hidden_layers": 1}, "--model")
     parts = ModelParallel(source.model_config(), None, RankGroup("", 2, 1))
-    divided = DividedState(empty_model(source, place=parts.place))
+    divided = ModelParallelState(empty_model(source, place=parts.place))
     name, step = "layers.0.mlp.experts.gate_up.weight", {"value": 3}
     own = {"momentum_0": {"shape": [64, 128]}, "momentum_1": {"shape": [64, 128]}, "step": step}
     meta = {"states": {name: own}, "groups": [{"params": [name], "options": {"parts": [64] * 4}}]}

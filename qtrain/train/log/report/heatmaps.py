@@ -110,7 +110,7 @@ def health_map(run: RunRecords) -> HeatMap | None:
     columns = _columns(samples, sum(map(len, rows.values())) * len(measures))
     names = [split_name(sample["linear"]) for sample in samples]
     at_row = {kind: {label: n for n, label in enumerate(labels)} for kind, labels in rows.items()}
-    column = np.array([columns.of_step[sample["step"]] for sample in samples])  # [samples]
+    column = np.array([columns.column_of_step[sample["step"]] for sample in samples])  # [samples]
     planes = {}
     for key, (_, _, bad) in measures.items():
         values = np.array([_known(lookup(sample, key)) for sample in samples])  # [samples], NaN where absent
@@ -138,7 +138,7 @@ def expert_map(run: RunRecords) -> HeatMap | None:
     for router, size in experts.items():
         cells = [
             # Shares sum to 1, so share * experts is the load over the mean.
-            (row, columns.of_step[record["step"]], share * len(load))
+            (row, columns.column_of_step[record["step"]], share * len(load))
             for record, load in loads
             if record["linear"] == router
             for row, share in enumerate(load)
@@ -180,7 +180,7 @@ def _worst(row: np.ndarray, column: np.ndarray, values: np.ndarray, shape: tuple
 
 @dataclass(frozen=True)
 class _Columns:
-    of_step: dict[int, int]
+    column_of_step: dict[int, int]
     edges: np.ndarray
     """Steps, [count + 1]."""
 
@@ -195,12 +195,12 @@ def _columns(samples: Sequence[Mapping[str, Any]], values_per_column: int) -> _C
     # Large models get fewer columns, which bounds the page's size whatever the number of linears.
     most = int(np.clip(MAX_VALUES // max(values_per_column, 1), MIN_COLUMNS, MAX_COLUMNS))
     count = min(len(steps), most)
-    of_step = {step: n * count // len(steps) for n, step in enumerate(steps)}
+    column_of_step = {step: n * count // len(steps) for n, step in enumerate(steps)}
     # Reversed, so that the first step of each column is assigned last and stays.
-    firsts = {column: step for step, column in reversed(of_step.items())}
+    firsts = {column: step for step, column in reversed(column_of_step.items())}
     # A sample stands for the steps up to the next one.
     gap = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) or 1
-    return _Columns(of_step, np.array([*sorted(firsts.values()), steps[-1] + gap], np.float64))
+    return _Columns(column_of_step, np.array([*sorted(firsts.values()), steps[-1] + gap], np.float64))
 
 
 def _edges(run: RunRecords, columns: _Columns) -> dict[str, np.ndarray]:
