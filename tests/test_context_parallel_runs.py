@@ -208,7 +208,7 @@ def test_what_cannot_be_shared_is_refused_in_one_line(server, tmp_path):
             "--cp: 2 does not divide the 33 tokens of a sequence; give --seq_len 32, or another --cp.",
         ),
         (3, {"cp": 3, "seq_len": 33}, "--cp: 3 ranks cannot share the model's 4 attention heads"),
-        (2, {"tp": 2}, "--cp: 2, but ranks of --tp 2 divide the tokens"),
+        (2, {"tp": 2}, "--cp: 2, but ranks of --tp 2 split the tokens"),
     ):
         done = server.run_ranks(world, "llm_pretrain", flags(**{**settings, **changes}, runs_dir=tmp_path))
         told = [outcome.err for outcome in done if outcome.err]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -185,17 +186,29 @@ def test_a_chat_in_a_terminal(runs_folder):
         wait_until(lambda: shows(text), 60)
         screen.clear()
 
+    def interrupt(text: str) -> None:
+        """Again after 5 s: a signal between a prompt and the wait for a key is seen with the key."""
+        pressed = 0.0
+
+        def answered() -> bool:
+            nonlocal pressed
+            if time.monotonic() > pressed + 5:
+                pressed = time.monotonic()
+                os.write(own, b"\x03")
+            return shows(text)
+
+        wait_until(answered, 60)
+        screen.clear()
+
     words = flags(chat=True, max_new_tokens=4000, temperature=0, device="cpu")
     with serving(runs_folder, "import qtrain.commands.generate, qtrain.train.generate.source") as server:
         process = server.start("qtrain", ["generate", "chat/hf", *words], patch=TERMINAL.format(name=os.ttyname(name)))
         expect("> ")
-        os.write(own, b"\x03")
-        expect("Ctrl-C stops an answer\r\n> ")
+        interrupt("Ctrl-C stops an answer\r\n> ")
         os.write(own, "Zähle\n".encode())
         expect("Zähle\r\n")
         wait_until(lambda: shows(""), 60)
-        os.write(own, b"\x03")
-        expect("[stopped]")
+        interrupt("[stopped]")
         os.write(own, b"/reset\n")
         expect("a new conversation")
         os.write(own, b"\x04")
