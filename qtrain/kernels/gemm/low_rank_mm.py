@@ -20,6 +20,7 @@ from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 from qtrain.kernels.gemm.scaled_wgmma import LOW_RANK_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
+from qtrain.kernels.gemm.wgmma_product import ProductTiling
 
 LARGEST_RANK = 64
 """Of the fused kernel: 256 rows of R take 32 KiB of shared memory."""
@@ -56,11 +57,10 @@ def low_rank_mm_names(a: Tensor, b: Tensor, left: Tensor, fast_accum: bool = Tru
     aligned = left.element_size() == 2 and rank % 8 == k % 16 == n % 8 == 0
     if not (supported and aligned and rank <= LARGEST_RANK):
         return [TWO_PASSES]
-    tilings = [*(_DEEP if rank <= 16 else ()), *_LARGE, _SQUARE]
-    specialized = [name for name, t in LOW_RANK_TILINGS.items() if t.stages == 3 or rank <= 16]
-    if not supports_scaled_wgmma(a, b, left.dtype, fast_accum):
-        specialized = []
-    return [*(t.name for t in tilings), *specialized, TWO_PASSES]
+    tilings: list[Tiling | ProductTiling] = [*(_DEEP if rank <= 16 else ()), *_LARGE, _SQUARE]
+    if supports_scaled_wgmma(a, b, left.dtype, fast_accum):
+        tilings += [t for t in LOW_RANK_TILINGS.values() if rank <= 16 or t.stages == 3]
+    return [*(t.name for t in tilings), TWO_PASSES]
 
 
 @operator("low_rank_mm", fake=lambda a, b, left: left.new_empty(a.shape[0], b.shape[0]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware.capabilities import has_wgmma, sm_count
-from qtrain.kernels.compiler import gl, gluon, hopper
+from qtrain.kernels.compiler import gl, gluon, hopper, triton
 from qtrain.kernels.gemm.persistent import TMA_BYTES, scales_rows
 from qtrain.kernels.gemm.wgmma_product import (
     ProductTiling,
@@ -186,7 +186,7 @@ def launch_scaled_wgmma(
     rank = 0 if left is None else left.shape[1]
     _scaled_wgmma_kernel[(min(sm_count(a.device), m // LEAST_M * (n // LEAST_N)),)](
         descriptor(a, [128, 128]), descriptor(b, [256, 128]), out, scale_a, scale_b, bias, left, right, m, n, k,
-        ROWS=scales_rows((scale_a, scale_b)), RANK=rank, BLOCK_R=16 if rank <= 16 else 32 if rank <= 32 else 64,
+        ROWS=scales_rows((scale_a, scale_b)), RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)),
         STAGES=tiling.stages, GROUP_M=tiling.group_m, STAGGERED=tiling.staggered,
         REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS, num_warps=4, maxnreg=REGISTERS_AT_LAUNCH,
         enable_fp_fusion=False,

@@ -81,10 +81,18 @@ def load_steps(common, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def await_start(tiles, HALF: gl.constexpr, STAGGERED: gl.constexpr):
-    """The second warpgroup waits for the first, which arrives in `multiply_tile`."""
+    """The second warpgroup waits for the first, which arrives in `_let_begin`."""
     if STAGGERED and HALF == 1:  # noqa: SIM102  constants, unlike the other
         if gl.program_id(0) < tiles:
             named_barrier("bar.sync", START, BOTH, 128)
+
+
+@gluon.jit
+def _let_begin(now, HALF: gl.constexpr, STAGGERED: gl.constexpr):
+    """The second warpgroup, if it is time to."""
+    if STAGGERED and HALF == 0:  # noqa: SIM102  constants, unlike the other
+        if now:
+            named_barrier("bar.arrive", START, BOTH, 128)
 
 
 @gluon.jit
@@ -110,9 +118,7 @@ def multiply_tile(common, sums, ring, steps, is_first, HALF: gl.constexpr, STAGG
     hopper.mbarrier.wait(loaded.index(stage), phase)
     left, right = _issue(buffers, stage, left, right, False, HALF)
     left, right = hopper.warpgroup_mma_wait(2, deps=[left, right])  # for nothing yet: of the type that it has below
-    if STAGGERED and HALF == 0:  # noqa: SIM102  constants, unlike the other
-        if start == first:
-            named_barrier("bar.arrive", START, BOTH, 128)
+    _let_begin(start == first, HALF, STAGGERED)
     before = stage
     stage, phase = next_stage(stage, phase, STAGES)
     for step in range(first + 1, end):
@@ -120,9 +126,7 @@ def multiply_tile(common, sums, ring, steps, is_first, HALF: gl.constexpr, STAGG
         left, right = _issue(buffers, stage, left, right, True, HALF)
         left, right = hopper.warpgroup_mma_wait(2, deps=[left, right])  # of the step before: its memory is free
         named_barrier("bar.arrive", FIRST_FREE + before, FREE, 128)
-        if STAGGERED and HALF == 0:  # noqa: SIM102
-            if start == step:
-                named_barrier("bar.arrive", START, BOTH, 128)
+        _let_begin(start == step, HALF, STAGGERED)
         before = stage
         stage, phase = next_stage(stage, phase, STAGES)
     return left, right, stage, phase, before

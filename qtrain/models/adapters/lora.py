@@ -73,6 +73,11 @@ class Lora:
         return [name for name in self.names if name in EXPERT_TARGETS.values()]
 
     @property
+    def low_bit_base(self) -> str | None:
+        """The format in which weights are frozen; None: they stay as the model has them, or in high precision."""
+        return None if self.base in ("none", "dense") else self.base
+
+    @property
     def scale(self) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)

@@ -12,7 +12,7 @@ def frozen_base(lora: Lora | None, settings: LanguageSettings) -> LowBitScheme |
     where --quantize or --lora.merge do not go with the base."""
     if lora is None:
         return None
-    scheme = None if lora.base in ("none", "dense") else base_scheme(lora.base, settings.quantize)
+    scheme = None if lora.low_bit_base is None else base_scheme(lora.low_bit_base, settings.quantize)
     asks = lora.merge == "original" or (lora.base == "none" and settings.model_impl == "native")
     if not (settings.pretrained and asks):
         return scheme

@@ -128,7 +128,7 @@ class MeasuredModel:
         if (settings := self.settings) is None:
             return ""
         others = [f"its --{name}" for name in ("quantize_overrides", "quantize_schedule") if getattr(settings, name)]
-        if (lora := self.trained.get("lora")) is not None and (base := as_lora(lora).base) not in ("none", "dense"):
+        if (lora := self.trained.get("lora")) is not None and (base := as_lora(lora).low_bit_base):
             others.append(f"adapters on {base}")
         text = spec_text({"scheme": settings.quantize, **(settings.quantize_kwargs or {})}).removesuffix(" {}")
         return " and ".join([text, *others])

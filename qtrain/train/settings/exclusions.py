@@ -229,7 +229,7 @@ def _adapters(o: Options) -> bool:
 
 def _low_bit_base(o: Options) -> bool:
     """Whether --lora makes frozen low-bit codes of the weights."""
-    return o.lora is not None and o.lora.base not in ("none", "dense")
+    return o.lora is not None and o.lora.low_bit_base is not None
 
 
 def _keeps_8bit(*kinds: str) -> Callable[[Options], bool]:
