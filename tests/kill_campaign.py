@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from qtrain.train.log.metrics import read_metrics
 from tests.processes import PRETRAIN, launched, ranks_of, write_pretraining
-from tests.system import contents, last_step, losses, only_run, wait_until
+from tests.system import contents, last_step, losses, wait_until
 
 
 def main() -> int:
@@ -88,9 +88,15 @@ def campaign(folder: Path, given: argparse.Namespace) -> int:
     last = launched(folder, **settings, runs_dir=runs, resume="auto")
     _, errors = last.communicate()
     print(f"the last run ends with code {last.returncode}{': ' + errors if errors else ''}")
-    odd = differences(only_run(folder / "undisturbed"), only_run(runs), given.n_steps)
+    odd = differences(finished_run(folder / "undisturbed"), finished_run(runs), given.n_steps)
     print(f"against the undisturbed run: {', '.join(odd) or 'every weight, state and loss is equal'}")
     return int(bool(odd or failures or last.returncode))
+
+
+def finished_run(runs: Path) -> Path:
+    """The one that was exported. A run killed before its first checkpoint begins anew, in a folder of its own."""
+    (export,) = runs.glob("*/*/hf")
+    return export.parent
 
 
 def ranks(process: subprocess.Popen) -> list[int]:
