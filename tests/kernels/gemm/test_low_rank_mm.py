@@ -30,8 +30,9 @@ def low_rank(m: int, n: int, rank: int, dtype: torch.dtype, device: str = "cpu")
 def check(out: Tensor, a, b, scale_a, scale_b, left, right, bias=None, slack: float = 0.0) -> None:
     """out against fp64. slack: of FP8's accumulators, relative to the sum of magnitudes."""
     expected, size = truth(a, b, scale_a, scale_b)
-    expected = expected + left.double() @ right.double().t() + (0 if bias is None else bias.double())
-    size = size + left.double().abs() @ right.double().abs().t()
+    added = torch.zeros((), dtype=torch.double) if bias is None else bias.double()
+    expected = expected + left.double() @ right.double().t() + added
+    size = size + left.double().abs() @ right.double().abs().t() + added.abs()  # two passes round a sum that has it
     rounding = 2**-22 if out.dtype == torch.float32 else 2**-8
     assert ((out.double() - expected).abs() <= rounding * expected.abs() + (2**-21 + slack) * size).all()
 
