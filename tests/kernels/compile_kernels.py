@@ -21,6 +21,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qtrain.core.hardware import capabilities
+from qtrain.kernels.attention.blocks import VisibleKeys
+from qtrain.kernels.attention.causal_backward import KEYS_TILINGS, launch_keys, launch_queries
+from qtrain.kernels.attention.causal_forward import launch_forward
 from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
@@ -594,9 +597,21 @@ def adapters() -> Iterator[Case]:
         yield some, lambda f=fmt, r=r, w=width: launch_swiglu_gradient_rows(zeros(64, 2 * w), zeros(64, w), f, r)
 
 
+def attention() -> Iterator[Case]:
+    """Either pass, which `has_wgmma` asks for; of all keys, and of documents."""
+    if not capabilities.has_wgmma(torch.device("cuda")):
+        return
+    documents = VisibleKeys(zeros(1, 128, dtype=torch.int32), zeros(1, 128, dtype=torch.int32))
+    for dim, visible in product(KEYS_TILINGS, (None, documents)):
+        q, k, lse = zeros(1, 128, 4, dim), zeros(1, 128, 2, dim), zeros(1, 4, 128, dtype=FP32)
+        yield True, lambda q=q, k=k, s=visible: launch_forward(q, k, k, 0.1, s)
+        yield True, lambda q=q, k=k, x=lse, s=visible: launch_queries(q, q, k, k, q, x, 0.1, s)
+        yield True, lambda q=q, k=k, x=lse, s=visible: launch_keys(q, q, k, k, x, x, 0.1, s)
+
+
 GROUPS = (
     decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions,
-    updates, frozen_weights, adapters,
+    updates, frozen_weights, adapters, attention,
 )  # fmt: skip
 TUNED = {
     "_gemv_kernel",

@@ -29,10 +29,13 @@ def compile_kernels(*architectures: int) -> dict[int, dict]:
 @cache
 def launched_kernels(arch: int) -> frozenset[str]:
     """Names of the @triton.jit functions that any file of kernels/ launches, by kernel[grid](...) or _launch(kernel,
-    ...); for Hopper those of @gluon.jit too."""
-    decorators = ("triton.jit", "gluon.jit") if arch == 90 else ("triton.jit",)
+    ...); for Hopper those of @gluon.jit and of attention too."""
+    hopper = arch == 90
+    decorators = ("triton.jit", "gluon.jit") if hopper else ("triton.jit",)
     defined, launched = set(), set()
     for path in (ROOT / "qtrain/kernels").rglob("*.py"):
+        if path.parent.name == "attention" and not hopper:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 defined |= {node.name for d in node.decorator_list if ast.unparse(d).startswith(decorators)}

@@ -1,0 +1,92 @@
+"""Blocks of queries and keys: what the kernels of causal attention share."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import TensorDescriptor, tl, triton
+
+LONGEST_BLOCK = 128
+"""Of queries and of keys: sequences are multiples of it."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class AttentionTiling:
+    """A configuration of a kernel: queries and keys of a block, warps of a CTA, stages of loads ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int
+    """CTAs that an SM has registers for."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        registers = 65536 // (self.per_sm * self.warps * 32) // 8 * 8  # of a thread: given in eights, 255 at most
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": min(registers, 255)}
+
+
+class VisibleKeys(NamedTuple):
+    """Of causal attention that sees less: a query sees keys from its first one to its own place. Documents and sliding
+    windows are of this kind: neither `first` nor `last` falls along a sequence."""
+
+    first: Tensor
+    """int32 [B, S]: the first key that each query sees."""
+    last: Tensor
+    """int32 [B, S]: the last query that sees each key."""
+
+    @classmethod
+    def make(
+        cls, batch: int, seq: int, doc_ids: Tensor | None, window: int | None, device: torch.device
+    ) -> "VisibleKeys":
+        """doc_ids [B, S]: a query sees keys of its own document, whose tokens follow each other; window: and of the
+        last `window` places, its own among them."""
+        place = torch.arange(seq, device=device).expand(batch, seq)
+        first, last = torch.zeros_like(place), torch.full_like(place, seq - 1)
+        if doc_ids is not None:
+            begins = torch.ones_like(doc_ids, dtype=torch.bool)
+            begins[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+            first = torch.where(begins, place, 0).cummax(1).values
+            ends = torch.ones_like(begins)
+            ends[:, :-1] = begins[:, 1:]
+            last = torch.where(ends, place, seq - 1).flip(1).cummin(1).values.flip(1)
+        if window is not None:
+            first, last = torch.maximum(first, place - window + 1), torch.minimum(last, place + window - 1)
+        return cls(first.int().contiguous(), last.int().contiguous())
+
+
+@triton.jit
+def first_keys(first_ptr, at, QUERIES: tl.constexpr):
+    """Of a block of queries that begins at `at`: the first key that each sees [QUERIES], the lowest and the highest of
+    them; 0 without VisibleKeys."""
+    if first_ptr is not None:
+        first = tl.load(first_ptr + at + tl.arange(0, QUERIES))
+        return first, tl.load(first_ptr + at), tl.load(first_ptr + at + QUERIES - 1)
+    else:
+        return tl.zeros((QUERIES,), tl.int32), 0, 0
+
+
+@triton.jit
+def is_seen(key, query, first, first_ptr):
+    """Whether queries see keys; first: of `first_keys`."""
+    if first_ptr is not None:
+        return (key <= query) & (key >= first)
+    else:
+        return key <= query
+
+
+def head_blocks(t: Tensor, block: int) -> object:
+    """Descriptor of t [B, S, heads, D] as [B * S, heads * D], in blocks of rows of one head."""
+    batch, seq, heads, head_dim = t.shape
+    return TensorDescriptor(t, [batch * seq, heads * head_dim], [heads * head_dim, 1], [block, head_dim])
+
+
+def row_blocks(t: Tensor, block: int) -> object:
+    """Descriptor of t [B, heads, S] as [B * heads, S], in blocks of one row."""
+    batch, heads, seq = t.shape
+    return TensorDescriptor(t, [batch * heads, seq], [seq, 1], [1, block])
