@@ -88,7 +88,7 @@ def test_bf16_attention_paths_equal_an_explicit_mask(kind, compiled, monkeypatch
         patch.setattr(
             decoder,
             "attention_mask",
-            lambda docs, b, s, window, device: (
+            lambda docs, b, s, window, device, own: (
                 None
                 if kind == "causal"
                 else attention_mask(None if docs is None else docs.cpu(), b, s, window, torch.device("cpu")).to(device)

@@ -1,8 +1,9 @@
 """Causal grouped-query attention with rotary positions, over fused q, k, v.
 
-Without a mask: PyTorch's fused causal kernels (on CUDA cuDNN, then flash). With documents or a sliding window: on CPU a
-boolean mask through the same call; on CUDA flex_attention over a block mask, which is built once per forward, shared by
-all layers, and skips empty blocks.
+Without a mask: on CUDA cuDNN's kernels or our own (`kernels/attention`), whichever are faster, elsewhere PyTorch's.
+With documents or a sliding window: on a CPU a boolean mask; on CUDA our own kernels, or flex_attention over a block
+mask where they do not take the heads. What is seen is computed once per forward, shared by all layers, and empty
+blocks are skipped.
 """
 
 import functools
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from qtrain.kernels.attention.blocks import VisibleKeys
+from qtrain.kernels.attention.causal import causal_attention, supports_causal_attention
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
 from qtrain.kernels.norm.qkv_rope import qkv_rope, rotate
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.row_attention import attend_rows, causal, flash_rows, flash_takes
 
-Mask = Tensor | BlockMask | None
+Mask = Tensor | BlockMask | VisibleKeys | None
 
 _DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC_BACKENDS]  # cuDNN's backward adds with atomics
@@ -27,8 +30,16 @@ _CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC_BACKENDS]  # cuDNN
 _compiled = functools.cache(torch.compile)  # uncompiled, flex_attention and its mask would materialize [B, H, S, S]
 
 
-def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int | None, device: torch.device) -> Mask:
-    """Which keys a query sees: bool [B or 1, 1, S, S] on CPU, a BlockMask on CUDA; None for plain causal attention.
+def attention_mask(
+    doc_ids: Tensor | None,
+    batch: int,
+    seq_len: int,
+    window: int | None,
+    device: torch.device,
+    own_kernels: bool = False,
+) -> Mask:
+    """Which keys a query sees: bool [B or 1, 1, S, S] on CPU, VisibleKeys for our own kernels on CUDA, or else a
+    BlockMask; None for plain causal attention.
 
     doc_ids [B, S]: attention stays within equal ids. window: it stays within the last `window` positions.
     """
@@ -46,6 +57,8 @@ def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int
             keep = keep & (doc_ids[b, query] == doc_ids[b, key])
         return keep
 
+    if own_kernels:
+        return VisibleKeys.make(batch, seq_len, doc_ids, window, device)
     if device.type == "cuda":
         # None: one mask for the whole batch, as for all heads.
         rows = None if doc_ids is None else batch
@@ -60,6 +73,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     """softmax(scale·q·kᵀ)·v over visible keys: q [B, H, S, D], k and v [B, KV heads, S, D or v's own] -> [B, H, S, D].
 
     scale: None: 1/√D."""
+    own_scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(mask, VisibleKeys):
+        return causal_attention(q, k, v, own_scale, mask)
     grouped = q.shape[1] != k.shape[1]
     in_one_order = torch.are_deterministic_algorithms_enabled()
     if in_one_order and not q.is_cuda and not isinstance(mask, BlockMask):
@@ -72,6 +88,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     if in_one_order and not torch.is_grad_enabled() and flash_takes(q, v):
         return flash_rows(q, k, v, None, scale)
+    if torch.is_grad_enabled() and supports_causal_attention(q, k, v):
+        return causal_attention(q, k, v, own_scale)
     if q.is_cuda:
         backends = _DETERMINISTIC_BACKENDS if in_one_order else _CUDA_BACKENDS
         with sdpa_kernel(backends, set_priority=True):

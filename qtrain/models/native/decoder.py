@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
+from qtrain.kernels.attention.causal import takes_causal_attention
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import SequenceInfo, SequencePart, attention_mask
@@ -211,7 +212,9 @@ class Decoder(nn.Module):
             cos, sin = part.own(cos, 0), part.own(sin, 0)
         # [S, 1, D/2], of documents [B, S, 1, D/2]: the same for all heads.
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
+        device, config = input_ids.device, self.config
+        own = config.mla is None and takes_causal_attention(device, self.norm.weight.dtype, seq_len, config.head_dim)
+        mask = attention_mask(doc_ids, batch, seq_len, config.sliding_window, device, own)
         input_ids = input_ids if part is None else part.own(input_ids)
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence or part is not None)
         x, routed = self.embed_tokens(input_ids, info.sharded), []

@@ -27,6 +27,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qtrain.core.errors import unknown_name
+from qtrain.kernels.attention.causal import OPERATOR
 
 KINDS = {
     "norm": "norms, from the residual stream",
@@ -74,6 +75,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    OPERATOR,
 }
 _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 """Of attention that is not one operator."""

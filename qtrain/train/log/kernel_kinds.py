@@ -13,7 +13,7 @@ _RULES = (
     ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem|_add_in_order_kernel"),
     # Before GEMMs and copies: attention kernels of cutlass have gemm in their names, and convert what they summed.
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|AttentionKernel|dot_do_o|convert_dq"),
-    ("attention", r"_cached_attention_kernel"),
+    ("attention", r"_cached_attention_kernel|_attention_(forward|queries|keys)_kernel"),
     ("optimizer", r"(^|\W)update_kernel|(^|\W)factors_kernel|_sum_of_squares_kernel|multi_tensor_apply|FusedOptimizer"),
     ("optimizer", r"fused_adam|aten::_foreach|newton_schulz"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|softmax_warp|softmax_(forward|backward)|logsumexp"),

@@ -25,7 +25,7 @@ KEEP, FORWARD = Policy(KeptResults()), SimpleNamespace(is_recompute=False)
 
 
 def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
-    """Every operator whose name ends in mm, and codes that are there to be kept."""
+    """Every operator whose name ends in mm, attention, and codes that are there to be kept."""
     kernels = Path(qtrain.__file__).parent / "kernels"
     defined = {n for file in kernels.rglob("*.py") for n in re.findall(r'^@operator\("(\w+)"', file.read_text(), re.M)}
     products = {name for name in defined if name.endswith("_mm")}
@@ -38,7 +38,8 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
         for name in defined
         if KEEP(FORWARD, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
     }
-    assert kept == products | {"keep_8bit"} == {*GEMM_OPERATORS, *GROUPED_OPERATORS, "keep_8bit"}
+    others = {"keep_8bit", "causal_attention"}
+    assert kept == products | others == {*GEMM_OPERATORS, *GROUPED_OPERATORS, *others}
     assert KEEP(FORWARD, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
     assert KEEP(FORWARD, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
     assert KEEP(FORWARD, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
