@@ -5,6 +5,7 @@ python benchmark_mm.py --a_column_major --b_column_major    the same for Aᵀ·B
 python benchmark_mm.py --model qwen2.5-7b                   the products of that model's linears
 python benchmark_mm.py --tables mm,quantizers,linears --png runs/benchmark_mm.png
 python benchmark_mm.py --tables grouped,experts             products of a mixture's experts, and experts as a whole
+python benchmark_mm.py --tables attention                   causal attention, of all keys, documents, a window
 python benchmark_mm.py --tables roofline --gpu h100         what schemes can gain on a GPU that is not here
 """
 

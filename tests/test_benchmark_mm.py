@@ -76,6 +76,7 @@ def test_all_tables(tmp_path):
         (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is not a size"),
         (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is not a size"),
         (["--tables", "grouped", "--grouped_shapes", "1x2x3"], "--grouped_shapes: '1x2x3' is not a size"),
+        (["--tables", "attention", "--attention_shapes", "1x8x3x2x64"], "1x8x3x2x64: 3 heads are no multiple of 2"),
         (["--a_colum_major"], "Did you mean --a_column_major"),
         (["--budget_ms", "0"], "--budget_ms: 0.0 is out of range"),
     ],

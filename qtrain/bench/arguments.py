@@ -21,9 +21,9 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears, experts
-    (of a MoE, forward and backward), conv2d (convolutions of ResNet-50 and ConvNeXt-T), roofline (of linears, computed
-    for --gpu)."""
+    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), attention, linears,
+    experts (of a MoE, forward and backward), conv2d (convolutions of ResNet-50 and ConvNeXt-T), roofline (of linears,
+    computed for --gpu)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
@@ -43,6 +43,9 @@ class BenchmarkSettings:
     grouped_shapes: str = ""
     """Sizes ExTxNxK of the grouped products: experts, tokens over all of them, N and K of each; separated by commas;
     empty: of DeepSeek-V3, Qwen3-30B-A3B and Llama 4, on a CPU a small one."""
+    attention_shapes: str = ""
+    """Sizes of attention, sequences x tokens x heads x key-value heads x D, separated by commas; empty: of Qwen2.5 and
+    Llama-3.1-8B, on a CPU a small one."""
     linear_shapes: str = ""
     """Sizes NxK of the linears, separated by commas; empty: of --model, or of Llama and DeepSeek-V3, on a CPU
     512x256."""

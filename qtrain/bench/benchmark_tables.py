@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from qtrain.bench.arguments import BenchmarkSettings, compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.attention import ATTENTION_ROWS, AttentionProblem, attention_table
 from qtrain.bench.case import Bench
 from qtrain.bench.conv2d import conv2d_table
 from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
@@ -34,12 +35,15 @@ SIZES = {
         # DeepSeek-V3, 8 experts a GPU: up, down, gate and up; Qwen3-30B-A3B: gate and up, down; Llama 4 Scout: up.
         "grouped_shapes": "8x32768x2048x7168,8x32768x7168x2048,8x32768x4096x7168,"
         "128x131072x1536x2048,128x131072x2048x768,16x32768x8192x5120",
+        # Qwen2.5 of 0.5B, 1.5B and 7B; Llama-3.1-8B.
+        "attention_shapes": "32x1024x14x2x64,16x1024x12x2x128,4x4096x28x4x128,2x8192x32x8x128",
         "tokens": 16384,
     },
     "cpu": {
         "shapes": "256x256x256,512x512x512",
         "quantizer_shapes": "256x1024",
         "grouped_shapes": "4x512x128x256",
+        "attention_shapes": "2x128x4x2x64",
         "tokens": 256,
     },
 }
@@ -76,7 +80,7 @@ def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job
 
 def row_names() -> list[str]:
     """The names that --rows and --skip choose among."""
-    return [row.name for row in (*ROWS, *QUANTIZER_ROWS, *GROUPED_ROWS)]
+    return [row.name for row in (*ROWS, *QUANTIZER_ROWS, *GROUPED_ROWS, *ATTENTION_ROWS)]
 
 
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -98,6 +102,16 @@ def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
     sizes = _shapes(settings, "grouped_shapes", 4)
     problems = {text: GroupedProblem(groups, t, n, k, device) for text, (groups, t, n, k) in sizes.items()}
     return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS))
+
+
+def attention(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of attention, ready to be measured."""
+    problems = {}
+    for text, (batch, seq, heads, kv_heads, head_dim) in _shapes(settings, "attention_shapes", 5).items():
+        if heads % kv_heads:
+            raise UserError(f"--attention_shapes: {text}: {heads} heads are no multiple of {kv_heads} key-value heads.")
+        problems[text] = AttentionProblem(batch, seq, heads, kv_heads, head_dim, device)
+    return partial(attention_table, problems, rows_among(settings, ATTENTION_ROWS))
 
 
 def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -152,6 +166,7 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "mm": products,
     "quantizers": quantizers,
     "grouped": grouped_products,
+    "attention": attention,
     "linears": linears,
     "experts": experts,
     "conv2d": lambda settings, device: conv2d_table,

@@ -89,7 +89,8 @@ def _causal_attention(
     if not q.is_cuda:
         return causal_attention_ref(q, k, v, scale, first, last)
     visible = _visible(first, last)
-    if visible is None and not torch.are_deterministic_algorithms_enabled():  # a row's bits may depend on the others
+    bits_may_differ = not torch.are_deterministic_algorithms_enabled()  # of a row by how many there are
+    if visible is None and bits_may_differ and forced() != OWN:
         return _forward_cudnn(q, k, v, scale)
     return launch_forward(q, k, v, scale, visible)
 
