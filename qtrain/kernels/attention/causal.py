@@ -21,10 +21,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def takes_causal_attention(device: torch.device, dtype: torch.dtype, seq: int, head_dim: int) -> bool:
-    """Whether there are kernels: on Hopper, for 16 bits, D of 64 or 128, S a multiple of 128 up to LONGEST_SEQUENCE."""
+    """Whether there are kernels: on Hopper, for bf16, D of 64 or 128, S a multiple of 128 up to LONGEST_SEQUENCE."""
     sizes = head_dim in KEYS_TILINGS and 0 < seq <= LONGEST_SEQUENCE and seq % LONGEST_BLOCK == 0
-    half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and sizes and half and forced() != "ref" and has_wgmma(device)
+    taken = device.type == "cuda" and dtype == torch.bfloat16 and sizes
+    return taken and forced() != "ref" and has_wgmma(device)
 
 
 def supports_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
