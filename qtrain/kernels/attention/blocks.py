@@ -61,6 +61,17 @@ class VisibleKeys(NamedTuple):
 
 
 @triton.jit
+def block_of_queries(seq, heads, QUERIES: tl.constexpr):
+    """Of this CTA: the number of its head among those of all sequences, its sequence, its head, and its first query. A
+    head's last blocks, which see the most keys, begin first."""
+    blocks = seq // QUERIES
+    all_heads = tl.num_programs(0) // blocks
+    start = (blocks - 1 - tl.program_id(0) // all_heads) * QUERIES
+    item = tl.program_id(0) % all_heads
+    return item, item // heads, item % heads, start
+
+
+@triton.jit
 def first_keys(first_ptr, at, QUERIES: tl.constexpr):
     """Of a block of queries that begins at `at`: the first key that each sees [QUERIES], the lowest and the highest of
     them; 0 without VisibleKeys."""

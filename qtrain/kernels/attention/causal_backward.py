@@ -19,6 +19,7 @@ from qtrain.kernels.attention.blocks import (
     LOG2E,
     AttentionTiling,
     VisibleKeys,
+    block_of_queries,
     first_keys,
     head_blocks,
     is_seen,
@@ -43,11 +44,7 @@ def _attention_queries_kernel(
     """dq of a block of queries of a head, and their delta."""
     QUERIES: tl.constexpr = TILING.queries
     KEYS: tl.constexpr = TILING.keys
-    blocks = seq // QUERIES
-    all_heads = tl.num_programs(0) // blocks  # heads of all sequences
-    start = (blocks - 1 - tl.program_id(0) // all_heads) * QUERIES
-    item = tl.program_id(0) % all_heads
-    sequence, head = item // heads, item % heads
+    item, sequence, head, start = block_of_queries(seq, heads, QUERIES)
     row, column, kv_column = sequence * seq + start, head * D, head // GROUP * D
     query = tl.arange(0, QUERIES)
     at = item.to(tl.int64) * seq + start + query
