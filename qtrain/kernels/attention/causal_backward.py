@@ -29,7 +29,7 @@ from qtrain.kernels.compiler import tl, triton
 
 QUERIES_TILINGS = {64: AttentionTiling(64, 32, 4, 3, 4), 128: AttentionTiling(64, 64, 4, 2, 2)}
 KEYS_TILINGS = {64: AttentionTiling(64, 64, 4, 3, 3), 128: AttentionTiling(64, 64, 4, 2, 2)}
-"""By D; the fastest of 14 and of 9 on an H200."""
+"""By D; the fastest of about a dozen on an H200."""
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from qtrain.kernels.compiler import tl, triton
 
 LEAST = tl.constexpr(-1e30)
 FORWARD_TILINGS = {64: AttentionTiling(64, 64, 4, 2, 5), 128: AttentionTiling(128, 64, 8, 3, 1)}
-"""By D; the fastest of 14 and of 9 on an H200."""
+"""By D; the fastest of about a dozen on an H200."""
 
 
 @triton.jit
