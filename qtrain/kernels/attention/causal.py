@@ -90,9 +90,14 @@ def _causal_attention(
         return causal_attention_ref(q, k, v, scale, first, last)
     visible = _visible(first, last)
     bits_may_differ = not torch.are_deterministic_algorithms_enabled()  # of a row by how many there are
-    if visible is None and bits_may_differ and forced() != OWN:
+    if visible is None and bits_may_differ and forced() != OWN and _has_cudnn():
         return _forward_cudnn(q, k, v, scale)
     return launch_forward(q, k, v, scale, visible)
+
+
+def _has_cudnn() -> bool:
+    """Whether this build of PyTorch has cuDNN's attention, and it is not turned off."""
+    return torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _visible(first: Tensor | None, last: Tensor | None) -> VisibleKeys | None:
@@ -137,7 +142,8 @@ def causal_attention_backward(
 
     batch, seq, heads, head_dim = q.shape
     key = (batch * heads * seq, seq, head_dim, heads // k.shape[2], q.dtype)  # of all q·kᵀ: M, N and K
-    return run(choose("attention_backward", key, [OWN, CUDNN] if visible is None else [OWN], run))
+    names = [OWN, CUDNN] if visible is None and _has_cudnn() else [OWN]
+    return run(choose("attention_backward", key, names, run))
 
 
 def _backward_cudnn(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> Gradients:
