@@ -89,8 +89,7 @@ def _causal_attention(
     if not q.is_cuda:
         return causal_attention_ref(q, k, v, scale, first, last)
     visible = _visible(first, last)
-    bits_may_differ = not torch.are_deterministic_algorithms_enabled()  # of a row by how many there are
-    if visible is None and bits_may_differ and forced() != OWN and _has_cudnn():
+    if visible is None and forced() != OWN and _has_cudnn():
         return _forward_cudnn(q, k, v, scale)
     return launch_forward(q, k, v, scale, visible)
 

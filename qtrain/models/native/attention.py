@@ -88,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     if in_one_order and not torch.is_grad_enabled() and flash_takes(q, v):
         return flash_rows(q, k, v, None, scale)
-    if torch.is_grad_enabled() and supports_causal_attention(q, k, v):
+    if not in_one_order and torch.is_grad_enabled() and supports_causal_attention(q, k, v):
         return causal_attention(q, k, v, own_scale)
     if q.is_cuda:
         backends = _DETERMINISTIC_BACKENDS if in_one_order else _CUDA_BACKENDS

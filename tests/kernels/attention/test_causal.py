@@ -18,6 +18,7 @@ from qtrain.kernels.attention.causal import (
 from qtrain.kernels.attention.causal_backward import launch_keys, launch_queries
 from qtrain.kernels.attention.causal_forward import launch_forward
 from qtrain.models.native.attention import attend
+from qtrain.train.assembly.deterministic import use_deterministic_kernels
 
 KINDS = ["normal", "outlier", "zero_row", "peaked"]
 
@@ -220,3 +221,14 @@ def test_attention_with_either_backward_pass(name, monkeypatch):
     inputs = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
     attend(*inputs, None, 0.2).backward(do.transpose(1, 2))
     close([t.grad.transpose(1, 2) for t in inputs], expected, 0.02)
+
+
+@pytest.mark.gpu
+def test_deterministic_attention_has_the_bits_of_generation():
+    """Which is why it does not take these kernels: generation computes rows as flash attention does."""
+    use_deterministic_kernels()
+    q, k, v, _ = (t.transpose(1, 2) for t in operands(2, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda"))
+    assert supports_causal_attention(q, k, v)
+    trained = attend(q.detach().requires_grad_(), k, v, None)
+    with torch.no_grad():
+        assert torch.equal(attend(q, k, v, None), trained)
