@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qtrain.bench.case import Bench, Case, UnavailableError, WrongResultError
+from qtrain.bench.case import Bench, Case, UnavailableError, relative_error
 from qtrain.bench.tables import Cell, Table
 from qtrain.kernels.attention.blocks import VisibleKeys
 from qtrain.kernels.attention.causal import causal_attention, supports_causal_attention
@@ -82,11 +82,8 @@ def check_attention(problem: AttentionProblem, seen: str) -> Callable[[Any], flo
             expected = problem.truth(seen, sequence, group)
             for name, result, true in zip(("o", "dq", "dk", "dv"), out, expected, strict=False):
                 heads = true.shape[1]
-                found = result[sequence, :, group * heads : (group + 1) * heads].double()
-                error = float((found - true).norm() / true.norm())
-                if not error <= LIMIT:  # also for NaN
-                    raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {LIMIT}")
-                worst = max(worst, error)
+                found = result[sequence, :, group * heads : (group + 1) * heads]
+                worst = max(worst, relative_error(name, found, true, LIMIT))
         return worst / LIMIT
 
     return check
@@ -111,13 +108,9 @@ def library(backend: SDPBackend, problem: AttentionProblem, seen: str) -> Attent
 def flex(problem: AttentionProblem, seen: str) -> Attention:
     if problem.device.type != "cuda":
         raise UnavailableError("FlexAttention's backward pass runs on a GPU only")
-    mask = attention_mask(*_mask_of(problem, seen))
-    return lambda q, k, v: attend(q, k, v, mask)
-
-
-def _mask_of(problem: AttentionProblem, seen: str) -> tuple[Tensor | None, int, int, int | None, torch.device]:
     documents, window = problem.sees(seen)
-    return documents, problem.batch, problem.seq, window, problem.device
+    mask = attention_mask(documents, problem.batch, problem.seq, window, problem.device)
+    return lambda q, k, v: attend(q, k, v, mask)
 
 
 def ours(problem: AttentionProblem, seen: str) -> Attention:

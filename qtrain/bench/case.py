@@ -143,17 +143,22 @@ EIGHT_BITS, FOUR_BITS, LATENT = 0.1, 0.5, 1.0
 quantized from latent ones."""
 
 
+def relative_error(name: str, result: Tensor, expected: Tensor, limit: float) -> float:
+    """The error of a result that is called `name`, in the dtype of what is expected. WrongResultError above `limit`."""
+    # Frobenius norms: a single wrong element is found by the tables of products, which check elementwise.
+    error = float((result.to(expected.dtype) - expected).norm() / expected.norm())
+    if not error <= limit:  # also for NaN
+        raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
+    return error
+
+
 def check_against(names: Sequence[str], truth: Callable[[], Sequence[Tensor]], scheme: Scheme) -> Check:
     """The check of results that are called `names`."""
 
     def check(out: Any) -> float:
         worst, limit = 0.0, _limit(scheme)
         for name, result, expected in zip(names, out, truth(), strict=True):
-            # Frobenius norms: a single wrong element is found by the tables of products, which check elementwise.
-            error = float((result.float() - expected).norm() / expected.norm())
-            if not error <= limit:  # also for NaN
-                raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
-            worst = max(worst, error)
+            worst = max(worst, relative_error(name, result, expected, limit))
         return worst / limit
 
     return check

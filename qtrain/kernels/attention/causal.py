@@ -49,11 +49,11 @@ def _each_head(t: Tensor, q: Tensor) -> Tensor:
 
 
 def causal_attention_ref(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None, last: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q · kᵀ over keys that are seen) · v, added in fp32: q [B, S, H, D], k, v [B, S, KV, D] ->
-    [B, S, H, D], and the logarithm of the sum of exponentials, fp32 [B, H, S]. first, last: of `VisibleKeys`; None: a
-    query sees all keys that are not later."""
+    [B, S, H, D], and the logarithm of the sum of exponentials, fp32 [B, H, S]. first: of `VisibleKeys`; None: a query
+    sees all keys that are not later."""
     scores = _scores(q, k, scale, first)
     o = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), _each_head(v, q))
     return o.to(q.dtype).contiguous(), scores.logsumexp(-1)
@@ -68,7 +68,6 @@ def causal_attention_backward_ref(
     lse: Tensor,
     scale: float,
     first: Tensor | None = None,
-    last: Tensor | None = None,
 ) -> Gradients:
     """Gradients of q, k and v, given that of o; as the table of `causal_backward.py` says."""
     p = (_scores(q, k, scale, first) - lse[..., None]).exp()
@@ -87,7 +86,7 @@ def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if not q.is_cuda:
-        return causal_attention_ref(q, k, v, scale, first, last)
+        return causal_attention_ref(q, k, v, scale, first)
     visible = _visible(first, last)
     if visible is None and forced() != OWN and _has_cudnn():
         return _forward_cudnn(q, k, v, scale)
@@ -130,7 +129,7 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `causal_attention_backward_ref`; all contiguous."""
     if not q.is_cuda:
-        return causal_attention_backward_ref(do, q, k, v, o, lse, scale, first, last)
+        return causal_attention_backward_ref(do, q, k, v, o, lse, scale, first)
     operands, visible = (do.contiguous(), q, k, v), _visible(first, last)
 
     def run(name: str) -> Gradients:
