@@ -186,4 +186,6 @@ class Layer:
         at_mlp = step.tokens * self.residual / 2
         at_mlp += step.mlp_rows * (self.recomputed.mlp + inner * self.swiglu + self.residual)
         at_mlp += mlp * trained.element + (step.mlp_rows < step.tokens) * mlp * 4 + outside
-        return ByHalf(at_mlp + read, step.tokens * (self.residual + self.attention) + outside + read)
+        # o_proj's backward has read its input.
+        freed = step.tokens * self.kept(frozenset()).get("o_proj input", 0.0)
+        return ByHalf(at_mlp + read, step.tokens * (self.residual + self.attention) + outside - freed + read)
