@@ -5,9 +5,8 @@ micro-batches a step, and compares losses, gradient norms, weights, low-bit code
 --deterministic, losses within a relative 1e-3 without (1e-5 with --dtype fp32 and nothing quantized). The vocabulary is
 odd, and quantization blocks cross the shards' borders.
 
-With --cp N the first mesh of N processes or more is compared with one process as without --deterministic, and the other
-meshes with that one: the ranks that share a micro-batch's sequences each add the gradients of their tokens. So it is
-with --tp N, whose ranks add products of their own.
+With --tp N, whose ranks add products of their own, the first mesh is compared with one process as without
+--deterministic, and the other meshes with that one.
 
     python -m benchmarks.mesh_equality                                      on the CPU, the whole matrix
     python -m benchmarks.mesh_equality --full_shard                         layers gathered when they run
@@ -38,7 +37,7 @@ from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, r
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
-from qtrain.parallel.layers.context_parallel import ContextParallel
+from qtrain.parallel.layers.context_in_order import context_of
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -128,7 +127,7 @@ def prepared_on(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mes
     source = ModelSource("small", dict(config), "--model")
     model_config = source.model_config()
     parts = ModelParallel.on(model_config, mesh)
-    context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
+    context = context_of(mesh, deterministic=settings.deterministic)
     architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts, context)
     return prepare(checked, architecture, data=())
 
@@ -369,8 +368,8 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def print_table(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace) -> int:
     one, failures = results["1x1"], 0
-    # With --tp and --cp the reference of all other meshes.
-    first = next((mesh for mesh in results if mesh != "1x1"), "") if arguments.tp * arguments.cp > 1 else ""
+    # With --tp the reference of all other meshes.
+    first = next((mesh for mesh in results if mesh != "1x1"), "") if arguments.tp > 1 else ""
     print(f"{'scheme | optimizer':44}" + "".join(f"{mesh:>8}" for mesh in results if mesh != "1x1"))
     notes = []
     for case in one:

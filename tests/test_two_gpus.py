@@ -22,6 +22,7 @@ MESHES = {
     "zero3": ["quickstart", "--reshard_after_forward", "always"],
     "tensor": ["quickstart", "--tp", "2"],
     "context": ["quickstart", "--cp", "2"],
+    "context in order": ["quickstart", "--cp", "2", "--deterministic"],
     "expert": ["moe-quickstart", "--ep", "2"],
     "expert in order": ["moe-quickstart", "--ep", "2", "--deterministic"],
 }

@@ -24,6 +24,7 @@ With --distill, a teacher's forward pass is a moment too (`teacher`).
 Where layers are sharded too, `full_shard_memory` counts weights, build and gradients. Where layers' inputs are in host
 memory (`models/native/residual_offload.py`), all but that of the last layer leave the device, T·C·b·(L - 1) bytes of L
 layers, T tokens, width C and b bytes per element; that of the layer before comes back while a layer's backward runs.
+Where N ranks keep a part each (`parallel/layers/context_in_order.py`), (N - 1) / N of these bytes leave it.
 Where gradients are in host memory (`parallel/sharding/host_gradients.py`), the device has those of two units at most;
 of several ranks their sums are there (`parallel/sharding/gradients.py`), which the optimizer's step has on the device.
 """
@@ -187,7 +188,7 @@ def estimate_memory(
     gradients = gradient_bytes(config, step, low_bit, trained, share, full)
     layers = [(kind.count, Layer(config, step, trained, kind)) for kind in layer_kinds(config, step.tokens, low_bit)]
     last_forward = 0.0 if full is None else max(layer.forward() for _, layer in layers) + full.at_last_layer
-    residual = step.residuals_on_host * step.tokens * config.hidden_size * element
+    residual = round(step.residuals_away * step.tokens * config.hidden_size * element)
     residuals = residual * (config.num_hidden_layers - 1)
     # Cosines and sines, fp32 [S, D/2] each, are kept for all steps; those of documents' positions until backward ends.
     position_bytes = 4 * config.rope_dim
@@ -207,7 +208,8 @@ def estimate_memory(
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     if step.weights_on_host:
         on_host["weights"] = round(comes_and_goes(config, low_bit, element))
-    on_host |= {name: n for name, n in (("gradients", gradients.on_host), ("residuals", residuals)) if n}
+    moved = (("gradients", gradients.on_host), ("residuals", residuals * step.residuals_on_host))
+    on_host |= {name: size for name, size in moved if size}
     return MemoryEstimate(
         weights=weights,
         gradients=round(end.gradients),

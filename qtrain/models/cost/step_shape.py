@@ -37,6 +37,14 @@ class StepShape:
     sequence_parts: int = 1
     """Processes that compute a part of each sequence, and exchange the heads of attention."""
 
+    residual_parts: int = 1
+    """Processes that compute all of each sequence, and keep a part of layers' inputs each."""
+
+    @property
+    def residuals_away(self) -> float:
+        """Share of layers' inputs that the device does not hold between their passes."""
+        return 1.0 if self.residuals_on_host else 1 - 1 / self.residual_parts
+
     @property
     def tokens(self) -> int:
         """Of this process."""

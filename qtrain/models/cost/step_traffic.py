@@ -87,7 +87,7 @@ def moved_bytes(
         + _loss_chunks(config, step, low_bit, trained)
         + _mlp_chunks(config, step, low_bit, trained)
         # Layers' inputs are read when they leave the device, written when they come back.
-        + 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
+        + 2.0 * step.residuals_away * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
         + _host_weights(config, step, low_bit)
         + _host_gradients(config, step, low_bit, trained)
     )

@@ -23,13 +23,19 @@ from qtrain.core.maybe_none import MaybeNone
 
 
 @dataclass
-class _Residual:
+class Residual:
     """A layer's input. storage: its memory, of `size` bytes when it is allocated; copied: when it is in host memory."""
 
     storage: torch.UntypedStorage
     size: int
     copied: torch.Event | None = None
     arrived: torch.Event | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Residual":
+        storage = x.untyped_storage()
+        assert storage.nbytes() == x.numel() * x.element_size(), "a layer's input shares its memory with other tensors"
+        return cls(storage, storage.nbytes())
 
     @property
     def on_device(self) -> bool:
@@ -48,7 +54,7 @@ class ResidualOffload:
         self._last = layers - 1
         self._host: dict[int, Tensor] = {}  # by layer
         self._recorded: list[Tensor] = []  # host buffers that CUDA graphs copy to
-        self._kept: dict[int, _Residual] = {}  # by layer, until its backward begins
+        self._kept: dict[int, Residual] = {}  # by layer, until its backward begins
         self._pass = 0
         self._stream: torch.cuda.Stream | MaybeNone = None
 
@@ -77,7 +83,7 @@ class ResidualOffload:
         if not first.requires_grad:  # nothing is kept for backward
             return output
         if index < self._last:
-            self._kept[index] = self._to_host(index, x, ready)
+            self._kept[index] = self._put_away(index, x, ready)
         first = _AtBackward.apply(first, self, index, self._pass)
         return (first, *others) if isinstance(output, tuple) else first
 
@@ -88,16 +94,14 @@ class ResidualOffload:
         if index in self._kept:
             residual = self._kept.pop(index)  # autograd holds it from here on
             if not residual.on_device:
-                self._to_device(index, residual)
+                self._bring_back(index, residual)
             if residual.arrived is not None:
                 torch.cuda.current_stream().wait_event(residual.arrived)
         if index - 1 in self._kept:
-            self._to_device(index - 1, self._kept[index - 1])
+            self._bring_back(index - 1, self._kept[index - 1])
 
-    def _to_host(self, index: int, x: Tensor, ready: torch.Event | None) -> _Residual:
-        storage = x.untyped_storage()
-        assert storage.nbytes() == x.numel() * x.element_size(), "a layer's input shares its memory with other tensors"
-        residual = _Residual(storage, storage.nbytes())
+    def _put_away(self, index: int, x: Tensor, ready: torch.Event | None) -> Residual:
+        residual = Residual.of(x)
         on_host = self._buffer(index, residual)
         if ready is None:
             on_host.copy_(residual.bytes())
@@ -108,13 +112,13 @@ class ResidualOffload:
             residual.copied = self._stream.record_event()
         return residual
 
-    def _free(self, residual: _Residual) -> None:
+    def _free(self, residual: Residual) -> None:
         # The current stream reuses the memory: it waits for the copy.
         if residual.copied is not None:
             torch.cuda.current_stream().wait_event(residual.copied)
         residual.storage.resize_(0)
 
-    def _to_device(self, index: int, residual: _Residual) -> None:
+    def _bring_back(self, index: int, residual: Residual) -> None:
         residual.storage.resize_(residual.size)
         on_host = self._buffer(index, residual)
         if residual.copied is None:
@@ -126,7 +130,7 @@ class ResidualOffload:
             residual.bytes().copy_(on_host, non_blocking=True)
             residual.arrived = self._stream.record_event()
 
-    def _buffer(self, index: int, residual: _Residual) -> Tensor:
+    def _buffer(self, index: int, residual: Residual) -> Tensor:
         """The layer's host buffer, as long as the residual; it is replaced where it has fewer bytes."""
         buffer, device = self._host.get(index), residual.storage.device
         if buffer is None or len(buffer) < residual.size:

@@ -72,6 +72,11 @@ class ContextParallel:
 
     group: RankGroup
 
+    @property
+    def sequence_parts(self) -> int:
+        """In which a rank's linears read a sequence."""
+        return self.group.ranks
+
     # ---- the part of a sequence --------------------------------------------------------------------------------------
 
     def divides(self, seq_len: int) -> bool:

@@ -269,7 +269,7 @@ def _set_sizes(module: Any, shape: torch.Size) -> None:
 
 
 def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
-    """What --deterministic does not promise on this mesh. rounds_experts: experts' weights are rounded
+    """What --deterministic does not promise on this mesh, or how. rounds_experts: experts' weights are rounded
     stochastically."""
     notes = []
     if mesh.tp > 1:
@@ -280,8 +280,8 @@ def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
         )
     if mesh.cp > 1:
         notes.append(
-            "note    --deterministic: the same on any number of processes with this --cp, whose ranks each add the "
-            "gradients of their part of a micro-batch's tokens"
+            "note    --deterministic: each rank of --cp computes all tokens, in the order of one process, and keeps a "
+            "part of layers' inputs; nothing else with --recompute '[\"block\"]'"
         )
     if mesh.ep > 1 and mesh.tp == 1 and rounds_experts:
         notes.append(

@@ -86,6 +86,9 @@ class DataParallel:
         self.adds_locally = not (deterministic or (units and mesh.shard > 1))
         """Whether a micro-batch's gradients are added to those of the one before in the parameters' `.grad`, or in host
         memory."""
+        self.sequence_parts = 1 if deterministic else mesh.cp
+        """In which the ranks of --cp read a sequence. One: each computes all of its tokens, and the gradients and sums
+        of the first one count."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
         quantized.reduce_amax = maximum_over_ranks
@@ -123,7 +126,7 @@ class DataParallel:
         """The index of each unit's partition; None where it has none."""
         self._reduction = None
         # What is reduced at once: a partition of the backward pass, a unit, or all there is.
-        groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
+        groups = self._groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
         self._parts = TensorParts(_decoder(model), groups, mesh) if mesh.tp > 1 else None
         self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
         """Of masters that are parts of larger parameters."""
@@ -177,6 +180,11 @@ class DataParallel:
         """The blocks whose weights exist in full only while they run; None without full sharding."""
         return self.weights.full_shard
 
+    @property
+    def _repeats(self) -> bool:
+        """Whether another rank counts for what this one computes."""
+        return self.mesh.cp_rank >= self.sequence_parts
+
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -206,9 +214,9 @@ class DataParallel:
         self._quantized.set_step(self._micro_step(index))
 
     def _micro_step(self, index: int) -> int:
-        # With --cp a micro-batch has a number for each part: ranks must not draw the same bits for other tokens.
+        # A micro-batch has a number for each part: ranks must not draw the same bits for other tokens.
         micro_step = self._first_micro_step + index * self.mesh.readers + self.mesh.reader
-        return micro_step * self.mesh.cp + self.mesh.cp_rank
+        return micro_step * self.sequence_parts + self.mesh.cp_rank % self.sequence_parts
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
@@ -244,6 +252,9 @@ class DataParallel:
         recorded: as in `end_micro_batch`."""
         if self._parts is not None:
             self._parts.complete_gradients(index)
+        if self._repeats:
+            for sharded in self._groups[index]:
+                sharded.receiver.grad = None
         if self._reduction is not None:
             first = self._index == 0
             self._reduction.add_group(index, self._micro_step(self._index), first=first, recorded=recorded)
@@ -287,7 +298,9 @@ class DataParallel:
         # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
         per_rank = self._gather(own)
-        every = per_rank[:: self.mesh.tp]  # the ranks of a tensor group have the same loss and tokens
+        # The ranks of a tensor group have the same loss and tokens, and those of --cp if each computes all tokens.
+        same = self.mesh.tp * (self.mesh.cp // self.sequence_parts)
+        every = per_rank[::same]
         # In fp32 and in the order of the micro-batches, as one process adds: the logged loss is the same bits.
         loss = np.float32(0)
         for per_micro_batch in every.T[: len(nll)]:
@@ -299,7 +312,7 @@ class DataParallel:
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
             norm=float(np.float32(value)),
-            tokens=int(every[:: self.mesh.cp, -2].sum()),  # ranks with the same sequences count the same
+            tokens=int(every[:: self.sequence_parts, -2].sum()),  # ranks with the same sequences count the same
             stop_signal=int(per_rank[:, -1].max()),
         )
 

@@ -32,6 +32,7 @@ from qtrain.models.hf.impl import HfModel
 from qtrain.models.hf.readers.declared import DeclaredCodes
 from qtrain.models.hf.readers.kept import linears_without_codes, matrices_in_codes
 from qtrain.models.native.decoder import Decoder
+from qtrain.parallel.layers.context_in_order import ContextInOrder, context_of
 from qtrain.parallel.layers.context_parallel import ContextParallel, check_context
 from qtrain.parallel.layers.local_config import check_mesh, describe_rows
 from qtrain.parallel.layers.place import ModelParallel
@@ -96,7 +97,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
     seq_len: int
     config: ModelConfig | MaybeNone
     parts: ModelParallel | None = None
-    context: ContextParallel | None = None
+    context: ContextParallel | ContextInOrder | None = None
     """How ranks share its sequences; None: each computes whole ones."""
     expert_rows: str | None = None
     """The plan's line on the rows of --ep."""
@@ -121,7 +122,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
             check_context(config, mesh.cp, settings.seq_len)
         every_routing = reserves_every_routing(settings)
         parts = ModelParallel.on(config, mesh, sequence=settings.sequence_parallel, every_routing=every_routing)
-        context = None if mesh.cp_group is None else ContextParallel(mesh.cp_group)
+        context = context_of(mesh, deterministic=settings.deterministic)
         rows = describe_rows(config.mixture, mesh.ep * mesh.tp, every_routing) if mesh.ep > 1 else None
         loads = config is not None and settings.pretrained and source.has_weights
         declared = source.declared_codes() if loads else None
@@ -169,7 +170,7 @@ class LanguageArchitecture(Architecture[Decoder | HfModel, LanguageSettings]):
 
     @property
     def rows(self) -> int:
-        return self.seq_len // (1 if self.context is None else self.context.group.ranks)
+        return self.seq_len // (1 if self.context is None else self.context.sequence_parts)
 
     def head(self, model: Decoder | HfModel) -> nn.Module | None:
         return model.lm_head

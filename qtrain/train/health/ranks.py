@@ -83,7 +83,7 @@ class SampleRanks:
     @property
     def sequence_parts(self) -> int:
         """How many ranks share each sequence."""
-        return self._parallel.mesh.cp
+        return self._parallel.sequence_parts
 
     def agree(self, choose: Callable[[], T]) -> T:
         """What rank 0 chooses."""

@@ -76,7 +76,8 @@ class LanguageRun:
             gradients_on_host="gradients" in checked.offload,
             mlp_chunks=settings.mlp_chunks,
             documents=settings.doc_mask or _packs_examples(settings),
-            sequence_parts=settings.cp,
+            sequence_parts=settings.sequence_parts,
+            residual_parts=settings.cp // settings.sequence_parts,
         )
 
     def between_products(self) -> BetweenProducts:
@@ -165,7 +166,11 @@ class LanguageRun:
             plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
             adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, width, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
-            spans = plain and checked.settings.cp > 1 and (spanning_scales(down, "x") or spanning_scales(up, "dy"))
+            spans = (
+                plain
+                and checked.settings.sequence_parts > 1
+                and (spanning_scales(down, "x") or spanning_scales(up, "dy"))
+            )
             fused = plain and not adapted and not spans
             rowwise = bool(fused and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy"))
             return LowBitBytes(

@@ -120,7 +120,15 @@ def _context_traffic(run: LanguageRun) -> GroupTraffic:
     """What the ranks of --cp exchange in a micro-batch."""
     settings, layers = run.settings, run.config.num_hidden_layers
     passes = 2 + bool({"block", "norm", "qkv", "attention"} & recompute_kinds(settings))
-    width = exchanged_width(run.config, settings.cp) * run.checked.dtype.itemsize
+    element = run.checked.dtype.itemsize
+    if settings.sequence_parts == 1:
+        return GroupTraffic(
+            "layers' inputs",
+            tokens=run.checked.geometry.micro_batch_size * settings.seq_len,
+            bytes_per_token=layers * run.config.hidden_size * element,
+            calls=layers,
+        )
+    width = exchanged_width(run.config, settings.cp) * element
     # Scales are a few bytes: what counts is that they wait for each other.
     schemes = [n.scheme for n in run.linears if n.scheme is not None and not n.is_head and n.groups == 1]
     scales = sum((passes - 1) * spanning_scales(s, "x") + spanning_scales(s, "dy") for s in schemes)

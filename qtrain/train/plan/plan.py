@@ -290,7 +290,7 @@ def make_plan(
     if figures is None:
         refuse_world(settings)
         return plan
-    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // geometry.cp
+    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample // settings.sequence_parts
     return _with_figures(plan, checked, linears, figures, samples)
 
 
@@ -322,7 +322,7 @@ def _with_figures(
             traffic=figures.traffic(),
             memory_on=figures.memory_on,
             resharding=figures.resharding,
-            work=Work(samples, plan.unit, sum(passes), sol, source),
+            work=Work(samples, settings.cp // settings.sequence_parts, plan.unit, sum(passes), sol, source),
         )
     micro_batches, link = plan.geometry.gradient_accumulation, hardware.host_bandwidth or math.inf
     forward, backward = (size / micro_batches for size in passes)

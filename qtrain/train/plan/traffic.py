@@ -77,7 +77,7 @@ class GroupTraffic:
     what: str
     """Name of what is sent."""
     tokens: int
-    """Of a micro-batch; with --cp those of one rank."""
+    """Of a micro-batch; with --cp those that one rank computes."""
     bytes_per_token: float
     """Of a token in all collectives of a micro-batch, each of which moves (ranks - 1) / ranks of them."""
     calls: int

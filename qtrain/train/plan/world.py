@@ -43,8 +43,10 @@ class SizedStep:
     """Seconds of communication that do not overlap with it."""
     overhead: float
     """Seconds of copies and launches of the exchange."""
-    samples: int
-    """Tokens or images of a data-parallel rank."""
+    samples: float
+    """Tokens or images of a data-parallel rank that no other one computes too."""
+    alone: float
+    """Seconds in which one GPU computes those."""
 
     @property
     def seconds(self) -> float:
@@ -61,7 +63,7 @@ class SizedStep:
 
     @property
     def efficiency(self) -> float:
-        return self.compute / self.seconds
+        return self.alone / self.seconds
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Work:
 
     samples: int
     """Tokens or images."""
+    repeats: int
+    """Ranks that compute the same ones."""
     unit: SampleUnit
     seconds: float
     """Of computation."""
@@ -115,7 +119,8 @@ class WorldPlan:
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
             overhead=exchange_overhead(self.traffic, mesh, reshards) + tp_overhead(self.compute, mesh.tp),
-            samples=self.work.samples,
+            samples=self.work.samples / self.work.repeats,
+            alone=self.compute / self.work.repeats,
         )
 
     def rows(self, n_steps: int) -> list[tuple[str, str]]:
@@ -154,7 +159,8 @@ class WorldPlan:
         have = self.hardware.memory_bytes or 0
         grid = [head] + [_cells(step, have) for step in steps]
         widths = [max(len(row[column]) for row in grid) for column in range(len(head))]
-        lines = [f"sizes   {self.work.samples:,} {self.work.unit.many} a GPU and step at every size (weak scaling)"]
+        samples = self.work.samples // self.work.repeats
+        lines = [f"sizes   {samples:,} {self.work.unit.many} a GPU and step at every size (weak scaling)"]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in grid]
         if any(step.memory > have for step in steps):
             lines.append(f"* does not fit: {self.hardware.name} has {have / GIB:.1f} GiB")

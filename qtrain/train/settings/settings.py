@@ -83,7 +83,8 @@ class TrainSettings:
     the experts too."""
     cp: Annotated[int, Range(1, 1024)] = 1
     """Context-parallel degree (Ulysses): ranks that hold 1/N of the tokens of every sequence, for sequences whose
-    activations one GPU cannot hold; attention runs over whole sequences, a part of the heads on each rank."""
+    activations one GPU cannot hold; attention runs over whole sequences, a part of the heads on each rank. With
+    --deterministic each computes all tokens and shares the memory of layers' inputs."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of ranks that divides the step's micro-batches, with
     one --micro_batch_size, and in every run; costs an exchange of gradients per micro-batch, and on a GPU takes
@@ -238,6 +239,11 @@ class TrainSettings:
         """`n_steps`, once those of --n_epochs are counted."""
         assert self.n_steps is not None
         return self.n_steps
+
+    @property
+    def sequence_parts(self) -> int:
+        """In which the ranks of --cp compute a sequence; with --deterministic each computes all of it."""
+        return 1 if self.deterministic else self.cp
 
     @property
     def gpu_count(self) -> int:

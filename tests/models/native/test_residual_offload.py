@@ -86,8 +86,8 @@ def test_the_device_holds_two_of_them(monkeypatch):
 
     for layer in model.layers:
         layer.register_forward_hook(count)
-    fetch = residual_offload.ResidualOffload._to_device
-    monkeypatch.setattr(residual_offload.ResidualOffload, "_to_device", lambda *args: (fetch(*args), count()))
+    fetch = residual_offload.ResidualOffload._bring_back
+    monkeypatch.setattr(residual_offload.ResidualOffload, "_bring_back", lambda *args: (fetch(*args), count()))
     loss = model(ids, labels).loss
     assert held == [0, 1, 1, 1, 1]  # and the input of the layer that runs
     count()

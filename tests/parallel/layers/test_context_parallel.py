@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from qtrain.comm.rank_group import RankGroup
 from qtrain.core.errors import UserError
 from qtrain.models import RECOMPUTE_SETS, Decoder, ModelConfig, ModelSource, apply_recompute, compile_layers
+from qtrain.models.cost.memory import estimate_memory
+from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
+from qtrain.parallel.layers.context_in_order import ContextInOrder
 from qtrain.parallel.layers.context_parallel import ContextParallel, check_context, exchanged_width
 from qtrain.parallel.layers.exchange import ContextExchange
 from qtrain.parallel.mesh import check_readers, make_mesh, planned_mesh
@@ -118,6 +121,59 @@ def test_every_model_has_the_loss_and_gradients_of_one_process(ranks):
             assert max(map(abs, losses)) <= 1e-6, (name, losses)
             worst = max(errors, key=errors.__getitem__)
             assert errors[worst] <= 1e-5, (name, worst, errors[worst])
+
+
+def _in_order(names: list[str], kinds: str) -> dict[str, list[str]]:
+    """Of each model what has not the bits of one process: losses, gradients of parameters, loads."""
+    torch.use_deterministic_algorithms(True)
+    mesh, found = make_mesh(0, 0, "cpu", cp=torch.distributed.get_world_size()), {}
+    for name in names:
+        one = drawn(source_of(name), seed=1)
+        model = drawn(source_of(name), seed=1, place=ContextInOrder(mesh.cp_group).place)
+        results = []
+        for each in (one, model):
+            apply_recompute(each, RECOMPUTE_SETS[kinds])
+            results.append(_losses_and_gradients(each))
+        (expected, gradients), (losses, terms) = results
+        found[name] = [n for n in gradients if not torch.equal(gradients[n], terms[n])]
+        found[name] += ["losses"] * (losses != expected)
+        if one.expert_load is not None:
+            load = model.expert_load.step
+            torch.distributed.all_reduce(load)
+            found[name] += ["load"] * (not torch.equal(load, one.expert_load.step))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kinds", ["none", "full"])
+def test_in_order_every_model_has_the_bits_of_one_process(ranks, kinds):
+    names = [*FAMILIES, *MIXTURES] if ranks == 2 else ["llama3", "deepseek_v2", "qwen3_moe"]
+    assert run_ranks(ranks, _in_order, names, kinds) == [{name: [] for name in names}] * ranks
+
+
+def _kept_parts() -> tuple[int, int, int]:
+    """Bytes of layers' inputs between the passes: freed of their own memory, and kept in parts; and what is freed by
+    the plan."""
+    mesh = make_mesh(0, 0, "cpu", cp=2)
+    model = drawn(source_of("llama3"), seed=1, place=ContextInOrder(mesh.cp_group).place)
+    apply_recompute(model, RECOMPUTE_SETS["full"])
+    ids, labels = batch()
+    sums = model(ids, labels)
+    residuals = model.residual_offload
+    freed = sum(residual.size for residual in residuals._kept.values() if not residual.on_device)
+    kept = sum(part.nbytes for part in residuals._parts.values())
+    steps = [StepShape(*ids.shape, 4, RECOMPUTE_SETS["full"], compiled=False, residual_parts=parts) for parts in (1, 2)]
+    one, shared = (estimate_memory(model.config, step).activations for step in steps)
+    sums.loss.backward()
+    assert not residuals._parts
+    return freed, kept, one - shared
+
+
+def test_in_order_a_rank_keeps_its_part_of_layers_inputs():
+    layers = source_of("llama3").model_config().num_hidden_layers
+    size = batch()[0].numel() * source_of("llama3").model_config().hidden_size * 4 * (layers - 1)
+    # The last layer's stays, for its backward comes first; the one before is freed when that has run.
+    assert run_ranks(2, _kept_parts) == [(size, size // 2, size // 2)] * 2
 
 
 def _compiled_ranks(scheme: str, kinds: str) -> tuple[list[float], float]:
