@@ -12,7 +12,7 @@ every micro-batch, an embedding and a head of their own before the forward pass,
 tensor-parallel group exchange inputs and outputs of attention and MLP.
 
 --cp changes nothing of that. The ranks of a context-parallel group exchange queries, keys, values and outputs of
-attention, by all-to-alls, and wait for each other's scales.
+attention, by all-to-alls, and wait for each other's scales; with --deterministic they gather layers' inputs alone.
 
 --ep shards the experts of a mixture. Ranks that hold the same experts reduce their gradients and gather their weights;
 the ranks of an expert-parallel group, with --tp those of all its tensor-parallel groups, gather the tokens of every
