@@ -197,9 +197,11 @@ def test_updates_within_the_backward_pass_and_changes_of_schemes(server, tmp_pat
     assert_equal(after, within)
 
 
-def test_health_samples_are_taken_together(server, tmp_path):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_health_samples_are_taken_together(server, deterministic, tmp_path):
     """Measures of rank 0's tokens; training is the same with them."""
     settings = {**SETTINGS, "model": "heads.json", "quantize": "fp8_tensorwise", "cp": 2, "dp_replicate": 2}
+    settings["deterministic"] = deterministic
     plain = run(server, 2, tmp_path / "plain", **settings, health=0)
     sampled_run = run(server, 2, tmp_path / "sampled", **settings, health=2)
     assert_equal(plain, sampled_run)

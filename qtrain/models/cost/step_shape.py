@@ -36,7 +36,6 @@ class StepShape:
     """Positions restart within a sequence."""
     sequence_parts: int = 1
     """Processes that compute a part of each sequence, and exchange the heads of attention."""
-
     residual_parts: int = 1
     """Processes that compute all of each sequence, and keep a part of layers' inputs each."""
 

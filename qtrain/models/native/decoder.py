@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.parts: Parts | None = None
         """How processes split the parameters; None: this one holds all."""
         self.residual_offload: ResidualOffload | None = None
-        """What keeps layers' inputs in host memory for backward; None: they stay on the device."""
+        """What keeps layers' inputs in host memory, or in parts, for backward; None: they stay where they are."""
         self.joins_layers = False
         """Whether a layer's last sum is left to the next layer in training (`join_layers`)."""
         self.distillation: Distillation | None = None
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
 
     def join_layers(self) -> None:
         """Leave each layer's last sum to the next layer, where a compiler computes it with the norm that reads it. Not
-        of layers that are recomputed as a whole or whose inputs are in host memory: backward would keep two terms."""
+        of layers that are recomputed as a whole or whose inputs are kept elsewhere: backward would keep two terms."""
         in_parts = all(layer.regions.layer is run and not layer.mlp_chunks for layer in self.layers)
         self.joins_layers = in_parts and self.residual_offload is None
 

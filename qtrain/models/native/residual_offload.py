@@ -33,6 +33,7 @@ class Residual:
 
     @classmethod
     def of(cls, x: Tensor) -> "Residual":
+        """The memory of x, which has it for itself."""
         storage = x.untyped_storage()
         assert storage.nbytes() == x.numel() * x.element_size(), "a layer's input shares its memory with other tensors"
         return cls(storage, storage.nbytes())
@@ -48,7 +49,7 @@ class Residual:
 
 class ResidualOffload:
     """Runs the layers of a decoder, with their inputs in host memory between the passes. One forward pass at a time:
-    its backward pass comes before the next one."""
+    its backward pass comes before the next one. Where a kind of it puts them: `_put_away`, `_bring_back`."""
 
     def __init__(self, layers: int):
         self._last = layers - 1

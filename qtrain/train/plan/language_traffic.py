@@ -119,22 +119,18 @@ def _tensor_traffic(run: LanguageRun) -> GroupTraffic:
 def _context_traffic(run: LanguageRun) -> GroupTraffic:
     """What the ranks of --cp exchange in a micro-batch."""
     settings, layers = run.settings, run.config.num_hidden_layers
-    passes = 2 + bool({"block", "norm", "qkv", "attention"} & recompute_kinds(settings))
-    element = run.checked.dtype.itemsize
+    element, tokens = run.checked.dtype.itemsize, run.checked.geometry.micro_batch_size * settings.seq_len
     if settings.sequence_parts == 1:
-        return GroupTraffic(
-            "layers' inputs",
-            tokens=run.checked.geometry.micro_batch_size * settings.seq_len,
-            bytes_per_token=layers * run.config.hidden_size * element,
-            calls=layers,
-        )
+        per_token = layers * run.config.hidden_size * element
+        return GroupTraffic("layers' inputs", tokens=tokens, bytes_per_token=per_token, calls=layers)
+    passes = 2 + bool({"block", "norm", "qkv", "attention"} & recompute_kinds(settings))
     width = exchanged_width(run.config, settings.cp) * element
     # Scales are a few bytes: what counts is that they wait for each other.
     schemes = [n.scheme for n in run.linears if n.scheme is not None and not n.is_head and n.groups == 1]
     scales = sum((passes - 1) * spanning_scales(s, "x") + spanning_scales(s, "dy") for s in schemes)
     return GroupTraffic(
         "heads of attention",
-        tokens=run.checked.geometry.micro_batch_size * settings.seq_len // settings.cp,
+        tokens=tokens // settings.cp,
         bytes_per_token=passes * layers * width,
         calls=2 * passes * layers + scales,
     )
