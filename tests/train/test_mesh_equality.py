@@ -13,7 +13,7 @@ import torch
 from benchmarks import mesh_equality
 from benchmarks.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.sharding import gradients, weights
+from qtrain.parallel.sharding import gradient_buckets, weights
 from tests.cases import sampled
 from tests.system import ROOT
 from tests.worlds import run_ranks
@@ -41,7 +41,7 @@ def _of_rank(
     tied: bool,
 ) -> dict[str, Any]:
     # Matrices of this model are sent alone, as large ones are; its vectors together.
-    gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
+    gradient_buckets.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
     cpu, config = torch.device("cpu"), CONFIG if tied else UNTIED
     return train(

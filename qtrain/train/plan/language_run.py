@@ -235,7 +235,7 @@ class LanguageRun:
 
 
 def _is_sent_alone(shape: ParameterShape, element: int) -> bool:
-    """Whether the gradient of such a parameter is a message of its own (`parallel/sharding/gradients.py`)."""
+    """Whether the gradient of such a parameter is a message of its own (`parallel/sharding/gradient_buckets.py`)."""
     return len(shape.shape) > 1 and element * shape.elements >= ALONE_BYTES * shape.count
 
 

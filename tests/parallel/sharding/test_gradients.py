@@ -8,7 +8,7 @@ from torch import nn
 
 from qtrain.comm.wire import sent
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.sharding import gradients
+from qtrain.parallel.sharding import gradient_buckets, gradients
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
@@ -109,7 +109,7 @@ def test_sums_are_rounded_in_their_own_memory(dtype, elements, monkeypatch):
 @pytest.mark.parametrize("wire", ["exact", pytest.param("int8", marks=pytest.mark.sweep)])
 def test_sums_of_recorded_gradients_are_in_their_memory(replicate, shard, wire, monkeypatch):
     """Of parameters that are sent alone and as they lie in memory; the same bits."""
-    monkeypatch.setattr(gradients, "ALONE_BYTES", 1)
+    monkeypatch.setattr(gradient_buckets, "ALONE_BYTES", 1)
     case = (replicate * shard, _reduce, replicate, shard, 1, False, wire, True, False)
     results, expected = run_ranks(*case, True), run_ranks(*case)
     for result, other in zip(results, expected, strict=True):
@@ -139,7 +139,7 @@ def test_machines_add_first_and_then_exchange_their_sums(replicate, shard, every
     """Each machine's sum in fp32, rounded to bf16, then the sum over machines: bit for bit, of parameters that are sent
     together or alone."""
     if alone:
-        monkeypatch.setattr(gradients, "ALONE_BYTES", 1)
+        monkeypatch.setattr(gradient_buckets, "ALONE_BYTES", 1)
     world, replicas = replicate * shard, [list(range(r * shard, (r + 1) * shard)) for r in range(replicate)]
     results = run_ranks(world, _reduce, replicate, shard, 1, every, "exact", on_machine=2)
     for name in SHAPES:

@@ -13,7 +13,7 @@ from qtrain.comm.ranks import all_gather, rank
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.sharding import gradients, weights
+from qtrain.parallel.sharding import gradient_buckets, weights
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
@@ -34,7 +34,7 @@ CASES = [
 
 
 def _both_ways(scheme: str, optimizer: str, mesh: str, full_shard: bool) -> list[dict[str, Any]]:
-    gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
+    gradient_buckets.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
     config = UNTIED if full_shard else CONFIG
     run = partial(train, scheme, optimizer, made, torch.device("cpu"), 3, False, made.dp_size, full_shard, config)
