@@ -34,7 +34,7 @@ from qtrain.kernels.decode.quantize_normed import launch_normed, launch_quantize
 from qtrain.kernels.decode.row_tiles import TILES
 from qtrain.kernels.decode.weight_only_mm import launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
-from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
+from qtrain.kernels.elementwise import launch_add_in_order
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_cores, int4_mm, int8_mm, low_rank_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.codes_mm import launch_codes_grad_mm, launch_codes_mm
@@ -107,6 +107,24 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 # Generators yield calls with arguments of all kinds; variables are bound as defaults, because calls run later.
 
 
+def elementwise() -> Iterator[Case]:
+    for dtype in (BF16, FP32):
+        for start in ("out", "zero"):
+            yield (
+                dtype is BF16,
+                lambda d=dtype, s=start: launch_add_in_order(zeros(512, dtype=FP32), zeros(2, 512, dtype=d), s),
+            )
+        yield dtype is BF16, lambda d=dtype: launch_add_in_order(zeros(512, dtype=d), zeros(2, 512, dtype=d), "term")
+        for first in (dtype, FP32):  # scaled
+            yield (
+                dtype is BF16,
+                lambda d=dtype, f=first: launch_add_in_order(
+                    zeros(512, dtype=BF16), [zeros(512, dtype=f), zeros(512, dtype=d)], "term", zeros(1, dtype=FP32)
+                ),
+            )
+        yield dtype is BF16, lambda d=dtype: SumOfSquares().launch([zeros(512, dtype=d)])
+
+
 def quantizers() -> Iterator[Case]:
     for fmt in (*FORMATS, "int4"):
         for r in SINGLE:
@@ -137,11 +155,6 @@ def quantizers() -> Iterator[Case]:
                 (rows and dtype is BF16),
                 lambda t=tensor, r=rows, c=columns, d=dtype: launch_absmax(zeros(256, 512, dtype=d), t, r, c),
             )
-    for dtype in (BF16, FP32):
-        yield dtype is BF16, lambda d=dtype: launch_add_in_order(zeros(512, dtype=FP32), zeros(2, 512, dtype=d))
-        yield dtype is BF16, lambda d=dtype: launch_add_in_order(zeros(512, dtype=d), zeros(2, 512, dtype=d), new=True)
-        yield dtype is BF16, lambda d=dtype: SumOfSquares().launch([zeros(512, dtype=d)])
-        yield dtype is BF16, lambda d=dtype: launch_scaled(zeros(512, dtype=d), zeros(1, dtype=FP32), BF16)
     for dtype in (BF16, FP32):
         for elem in ("e4m3", "e5m2"):
             yield dtype is BF16, lambda e=elem, d=dtype: launch_quantize_mx(zeros(64, 512, dtype=d), e)
@@ -610,8 +623,8 @@ def attention() -> Iterator[Case]:
 
 
 GROUPS = (
-    decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped, convolutions,
-    updates, frozen_weights, adapters, attention,
+    elementwise, decode, quantizers, dual_quantizers, gathered_rows, softmax_grads, swiglus, norms, gemms, grouped,
+    convolutions, updates, frozen_weights, adapters, attention,
 )  # fmt: skip
 TUNED = {
     "_gemv_kernel",

@@ -120,9 +120,9 @@ def without_an_op() -> None:
     ahead._seen, ahead._messages = set(), queue.SimpleQueue()
 
     def call() -> None:
-        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(2, 4096, device="cuda"))
+        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(2, 4096, device="cuda"), "out")
         operations()
-        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(3, 4096, device="cuda"))
+        launch_add_in_order(torch.empty(4096, device="cuda"), torch.empty(3, 4096, device="cuda"), "out")
 
     compile_ahead.trace(call)
     compiler.on_trace = None

@@ -60,6 +60,6 @@ class StepShape:
         return chunk_rows(self.tokens, self.loss_chunks, large=True)
 
     @property
-    def chunked_loss(self) -> bool:
-        """Whether the head's gradient is a sum over chunks."""
-        return self.loss_rows < self.tokens
+    def loss_parts(self) -> int:
+        """Chunks of tokens whose gradients of the head are added."""
+        return -(-self.tokens // self.loss_rows)

@@ -37,6 +37,7 @@ from qtrain.models.cost.parameters import (
 from qtrain.models.cost.saved_activations import saved_of_kind
 from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.cost.trained import AdaptedLinear, TrainedPart
+from qtrain.models.native.loss import AT_ONCE, FEW_CHUNKS
 from qtrain.models.native.recompute import Kinds
 
 CODES_READS = 2.6
@@ -114,11 +115,13 @@ def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBit
 
 
 def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
-    if not (step.chunked_loss and trained.head):
+    if not (step.loss_parts > 1 and trained.head):
         return 0.0
-    # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
-    chunk_bytes = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
-    return -(-step.tokens // step.loss_rows) * embedding_elements(config) * chunk_bytes
+    # The sum in fp32 is read and written; a quantized head's gradients are tensors of their own before that.
+    chunk_bytes = 2.0 * 4
+    if low_bit.head is not None:
+        chunk_bytes = 2 * step.element + (2 * 4 / AT_ONCE if step.loss_parts > FEW_CHUNKS else 0)
+    return step.loss_parts * embedding_elements(config) * chunk_bytes
 
 
 def _mlp_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:

@@ -8,8 +8,10 @@ gradients of logits are of order 1, which suits bf16.
 
 For any other module as head (a quantized linear) its own backward gives a chunk's gradients, in the forward pass too.
 Where it reads FP8 codes of the logits' gradient, they are computed from the logits, and the gradient is never written.
+The chunks' gradients of a parameter are added in fp32: those of a few chunks in the pass that scales them.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from qtrain.kernels.cross_entropy import cross_entropy
-from qtrain.kernels.elementwise import add_in_order, scaled
+from qtrain.kernels.elementwise import add_in_order, scaled_sum, sum_in_order
 from qtrain.models.native.mlp_chunks import ALIGNMENT
 from qtrain.quant.linear import LowBitLinear
 from qtrain.tensors.softmax_gradient import softmax_gradient
@@ -37,6 +39,9 @@ Entropy = Callable[[Tensor, Tensor, float, bool], Tensor]
 """As `cross_entropy`: (logits [t, V], labels [t], z_loss, with_grad) -> fp32 [2, t], loss and nll of each row."""
 EntropyOf = Callable[[slice], Entropy]
 """The entropy of a chunk of tokens."""
+FEW_CHUNKS, AT_ONCE = 4, 2
+"""So many chunks' gradients of a parameter are kept as they are. Of more chunks so many at once are added to a sum in
+fp32: of bf16 that takes as much memory, 8 bytes an element."""
 
 
 def plain_entropy(chunk: slice) -> Entropy:
@@ -114,7 +119,8 @@ class _PlainHead(torch.autograd.Function):
             return sums
 
         sums = _sum_over_chunks(one_chunk, hidden, rows)
-        return _keep_gradients(ctx, sums, [grad_hidden, grad_weight], [hidden.dtype, weight.dtype])
+        kept = [[] if gradient is None else [gradient] for gradient in (grad_hidden, grad_weight)]
+        return _keep_gradients(ctx, sums, kept, [hidden.dtype, weight.dtype])
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,8 +143,9 @@ class _AnyHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needs_hidden = ctx.needs_input_grad[0]
         grad_hidden: Any = torch.empty_like(hidden) if needs_hidden else None
-        several = hidden.shape[0] > rows
-        totals = [] if hidden.shape[0] else [torch.zeros_like(p) for p in trained]
+        few = hidden.shape[0] <= FEW_CHUNKS * rows
+        # Of each parameter what is left to add, in this order.
+        terms: list[list[Tensor]] = [[] if hidden.shape[0] else [torch.zeros_like(p)] for p in trained]
 
         def one_chunk(start: int) -> Tensor:
             chunk = slice(start, start + rows)
@@ -159,16 +166,15 @@ class _AnyHead(torch.autograd.Function):
             found = torch.autograd.grad(edge, [x, *trained] if needs_hidden else trained, gradient)
             if needs_hidden:
                 grad_hidden[chunk], *found = found
-            if start == 0:
-                # fp32 only to add chunks up; of a single one in the parameters' dtypes.
-                totals.extend(term.float() if several else term for term in found)
-            else:
-                for total, term in zip(totals, found, strict=True):
-                    add_in_order(total.view(-1), term.reshape(1, -1))
+            for left, term in zip(terms, found, strict=True):
+                left.append(term.contiguous())
+                if not few:
+                    _add_pending(left)
             return sums
 
         sums = _sum_over_chunks(one_chunk, hidden, rows)
-        return _keep_gradients(ctx, sums, [grad_hidden, *totals], [t.dtype for t in (hidden, *trained)])
+        kept = [[grad_hidden] if needs_hidden else [], *terms]
+        return _keep_gradients(ctx, sums, kept, [t.dtype for t in (hidden, *trained)])
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,28 +191,36 @@ def _sum_over_chunks(one_chunk: Callable[[int], Tensor], hidden: Tensor, rows: i
     return sums
 
 
+def _add_pending(left: list[Tensor]) -> None:
+    """Add what is left of a parameter's gradient to its sum in fp32, the first of them, once AT_ONCE are there."""
+    summed = left[0].dtype == torch.float32 and len(left) > 1
+    if len(left) - summed < AT_ONCE:
+        return
+    flat = [term.view(-1) for term in left]
+    if summed:
+        add_in_order(flat[0], flat[1:])
+    else:
+        left[0] = sum_in_order(flat, torch.empty_like(flat[0], dtype=torch.float32)).view(left[0].shape)
+    del left[1:]
+
+
 def _keep_gradients(
-    ctx: Any, sums: Tensor, gradients: list[Tensor | None], dtypes: list[torch.dtype]
+    ctx: Any, sums: Tensor, terms: list[list[Tensor]], dtypes: list[torch.dtype]
 ) -> tuple[Tensor, Tensor]:
-    """The outputs loss and nll from their `sums` [2], with gradients for `_scaled_gradients` to return."""
-    ctx.save_for_backward(*gradients)
-    ctx.dtypes = dtypes
+    """The outputs loss and nll from their `sums` [2], with the terms of gradients for `_scaled_gradients` to return,
+    none of one that is not wanted."""
+    ctx.save_for_backward(*(term for of_one in terms for term in of_one))
+    ctx.counts, ctx.dtypes = [len(of_one) for of_one in terms], dtypes
     loss, nll = sums.unbind()
     ctx.mark_non_differentiable(nll)
     return loss, nll
 
 
 def _scaled_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
-    """The kept gradients times grad_loss, in the dtypes of what they are gradients of."""
-
-    def one(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if gradient is None:
-            return None
-        # In place where it is fp32: no second fp32 [V, C].
-        in_place = gradient.dtype == dtype == torch.float32
-        return gradient.mul_(grad_loss) if in_place else scaled(gradient, grad_loss, dtype)
-
-    return [one(gradient, dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    """The kept gradients times grad_loss, in the dtypes of what they are gradients of, and in their memory."""
+    terms = iter(ctx.saved_tensors)
+    gradients = [list(itertools.islice(terms, count)) for count in ctx.counts]
+    return [scaled_sum(g, grad_loss, dtype) if g else None for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -215,7 +229,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
         sums = entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1)
-        return _keep_gradients(ctx, sums, [logits.detach()], [logits.dtype])  # their gradient by now
+        return _keep_gradients(ctx, sums, [[logits.detach()]], [logits.dtype])  # their gradient by now
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -91,13 +91,15 @@ class GradientReduction:
             else:
                 bucket.sums = host_memory_for(self._device, 4 * len(own)).view(torch.float32)
         if self._device is None:
-            add_in_order(bucket.sums.zero_() if first else bucket.sums, received)
+            # From zeros, not from the first term: of -0 and the zeros of other ranks the sum is 0, as on one rank.
+            add_in_order(bucket.sums, received, new=first)
             return
         for start, sums in self._pieces(bucket):
             # One stream copies in, adds and copies out: the buffer's last piece has left when the next one arrives.
             piece = self._piece[: len(sums)]
-            piece.zero_() if first else piece.copy_(sums, non_blocking=True)
-            add_in_order(piece, [term[start : start + len(sums)] for term in received])
+            if not first:
+                piece.copy_(sums, non_blocking=True)
+            add_in_order(piece, [term[start : start + len(sums)] for term in received], new=first)
             sums.copy_(piece, non_blocking=True)
 
     def _pieces(self, bucket: GradientBucket) -> Iterator[tuple[int, Tensor]]:

@@ -10,7 +10,8 @@ import re
 OTHER = "other"
 
 _RULES = (
-    ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem|_add_in_order_kernel"),
+    ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem"),
+    ("sums", r"_add_in_order_kernel"),
     # Before GEMMs and copies: attention kernels of cutlass have gemm in their names, and convert what they summed.
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|AttentionKernel|dot_do_o|convert_dq"),
     ("attention", r"_cached_attention_kernel|_attention_(forward|queries|keys)_kernel"),
@@ -41,10 +42,7 @@ _RULES = (
     ("GEMM", r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|qtrain::.*_mm"),
     ("quantize", r"quantize|absmax|amax|_dual_kernel|_encode_kernel|_group_scales_kernel|_groups_kernel|_mx_kernel"),
     ("quantize", r"_rowwise_bf16x2_kernel|_long_rows_kernel|_tiles_kernel|_scale_unless_known|_restore_8bit_kernel"),
-    (
-        "quantize",
-        r"_transpose_8bit_kernel|_transpose_rowwise_kernel|_unpack_halves_kernel|_unpack_int4_kernel|_scaled_kernel",
-    ),
+    ("quantize", r"_transpose_8bit_kernel|_transpose_rowwise_kernel|_unpack_halves_kernel|_unpack_int4_kernel"),
     ("activation function", r"swiglu|silu|gelu|sigmoid"),
     ("expert routing", r"_combine_rows_kernel|_gather_(rows|dual)_kernel|_count_kernel|_offsets_kernel|_place_kernel"),
     (

@@ -267,6 +267,23 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_the_right_one(frozen):
         assert head.weight.grad is None and relative(hidden.grad, grad_hidden) < 1e-5
 
 
+@pytest.mark.parametrize("chunks", range(1, 10))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_added_in_fp32_in_their_order(chunks, dtype):
+    """Kept as they are, or added in pairs: the bits of one after the other."""
+    hidden, head, labels = case(dtype, OtherHead, bias=True)
+    rows, total = -(-TOKENS // chunks), [torch.zeros_like(p, dtype=torch.float32) for p in head.parameters()]
+    for x, y in zip(hidden.detach().split(rows), labels.split(rows), strict=True):
+        linear_cross_entropy(x, head, y, 1).loss.backward()
+        for sums, p in zip(total, head.parameters(), strict=True):
+            sums += p.grad
+            p.grad = None
+    factor = torch.tensor(1 / 3)
+    (factor * linear_cross_entropy(hidden, head, labels, chunks).loss).backward()
+    for sums, p in zip(total, head.parameters(), strict=True):
+        assert torch.equal(p.grad, (sums * factor).to(dtype))
+
+
 def test_never_more_than_one_chunk_of_logits():
     """No tensor of the whole [T, V] is made, forward or backward (the weight, transposed, has few rows)."""
     from torch.utils._python_dispatch import TorchDispatchMode
