@@ -105,7 +105,7 @@ def sum_in_order(terms: Tensor | Sequence[Tensor], out: Tensor | None = None) ->
 def scaled_sum_ref(terms: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tensor:
     """terms [R, L] of any float dtypes, factor an fp32 scalar -> their sum in fp32, one after the other, times the
     factor, in dtype."""
-    return (sum_in_order_ref(terms, torch.float32) * factor).to(dtype)
+    return sum_in_order_ref(terms, torch.float32).mul_(factor).to(dtype)  # its own copy: no second one in fp32
 
 
 def scaled_sum(terms: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -86,7 +86,7 @@ class MemoryEstimate:
     activations: int
     """Kept for backward at the end of a micro-batch's forward pass."""
     loss: int
-    """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
+    """Final hidden states and their gradient, the head's gradient, a chunk of logits."""
     backward: int
     """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
     at_end: int
