@@ -154,6 +154,8 @@ class DataParallel:
             keep_full_weights=keep_full_weights,
             units=units,
             reduce=lambda unit: self.after_unit(unit),
+            # Collectives of gathers and reductions would have to be in one order on all ranks.
+            reduces_apart=mesh.shard == 1 or (self._reduction is not None and self._reduction.copies_all),
         )
 
     def _shard_frozen(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> list[Sharded]:

@@ -39,7 +39,7 @@ class GradientBucket:
     def __init__(
         self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
     ):
-        self._members, self._mesh, self._wire = members, mesh, wire
+        self.members, self._mesh, self._wire = members, mesh, wire
         self.messages, self.first_number = mesh.dp_size, FIRST_NUMBER + mesh.tp_rank * RANK_RNG_OFFSET
         self.sums: Tensor | MaybeNone = None  # in the same memory in every step: recorded steps add to it
         self.dtype = members[0].parameter.dtype
@@ -49,9 +49,9 @@ class GradientBucket:
             for r in range(mesh.replicate)
             for length in lengths
         ]
-        # In the order of data ranks: replicate rank * shard + shard rank.
-        self._sizes = [high - low for low, high in parts]
-        self.own = self._sizes[mesh.dp_rank]
+        self.sizes = [high - low for low, high in parts]
+        """Elements for each data rank, in their order: replicate rank * shard + shard rank."""
+        self.own = self.sizes[mesh.dp_rank]
         """Elements that this rank sums."""
         self._stages, order = self._plan_stages(by_machine)
         self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
@@ -61,7 +61,7 @@ class GradientBucket:
 
     def _plan_stages(self, by_machine: bool) -> tuple[list[_Stage], Sequence[int]]:
         """The all-to-alls, and the order in which the first one sends the parts of all ranks."""
-        machines, sizes, me = self._mesh.machines, self._sizes, self._mesh.dp_rank
+        machines, sizes, me = self._mesh.machines, self.sizes, self._mesh.dp_rank
         world = range(self._mesh.dp_size)
         if machines is None or not by_machine:
             return [_Stage(self._mesh.dp_group, tuple(sizes), sizes[me])], world
@@ -74,19 +74,29 @@ class GradientBucket:
         between = _Stage(machines.inter_node_group, inter_sizes, sizes[me], "gradients of machines", machines.ranks)
         return [inside, between], [d for ranks in counterparts for d in ranks]
 
+    @property
+    def is_one_message(self) -> bool:
+        """Whether each rank sends every other one a message, of one term."""
+        return len(self._stages) == 1 and self.members[0].terms is None and self._mesh.dp_size > 1
+
+    @property
+    def longest_message(self) -> int:
+        """Bytes of the longest one to a rank."""
+        return max(self.sizes) * self.dtype.itemsize
+
     def gradient_memory(self) -> Tensor | None:
         """The gradient of the only parameter, flat, where it is the message as it lies in memory; None: there is none,
         or it is not."""
-        gradient = self._members[0].receiver.grad
-        sent_alone = self._in_order and self._members[0].terms is None and self._mesh.dp_size > 1
+        gradient = self.members[0].receiver.grad
+        sent_alone = self._in_order and self.members[0].terms is None and self._mesh.dp_size > 1
         return gradient.view(-1) if sent_alone and gradient is not None and gradient.is_contiguous() else None
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
         """Terms to be added, [n] each, whose sum is that of all ranks' gradients of the elements that this rank sums.
         key: Philox's of the first message."""
-        message, terms = self._message()
+        message, terms = self.message()
         if self._mesh.dp_size == 1:
-            return message.view(terms, self._sizes[0])
+            return message.view(terms, self.sizes[0])
         *first, last = self._stages
         for stage in first:
             received = self._send(stage, message, terms, key)
@@ -109,11 +119,11 @@ class GradientBucket:
         received = exchange(torch.cat(encoded), sizes, self._wire.size(stage.own), stage.group, stage.kind)
         return [self._wire.decode(row, stage.own) for row in received]
 
-    def _message(self) -> tuple[Tensor, int]:
+    def message(self) -> tuple[Tensor, int]:
         """What this rank sends in the first stage, one message after the other, of several terms one after the other
         in each; and their number. Frees the gradients."""
-        flat = [_flat_gradients(m) for m in self._members]
-        for m in self._members:
+        flat = [_flat_gradients(m) for m in self.members]
+        for m in self.members:
             # The list is the last reference: a gradient's memory is free once the copies below have been queued.
             m.receiver.grad = None
         (terms,) = {len(member_sizes) for member_sizes in flat}
@@ -135,14 +145,14 @@ class GradientBucket:
         yet. memory: for the whole shard, flat; None: allocate it."""
         part = part.to(self.dtype)
         if self._mesh.replicate > 1:
-            sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]  # of this shard's parts, by replica
+            sizes = self.sizes[self._mesh.shard_rank :: self._mesh.shard]  # of this shard's parts, by replica
             # Replicas have summed a part each: a reduce-scatter over all, then an all-gather among those of a shard.
             parts = gather(part, sizes, self._mesh.replicate_group, "gradients")
             part = torch.cat(parts, out=None if memory is None else memory[: sum(sizes)])
         ends = [0]
-        for m in self._members:
+        for m in self.members:
             ends.append(ends[-1] + m.bounds[self._mesh.shard_rank + 1] - m.bounds[self._mesh.shard_rank])
-        for m, (low, high) in zip(self._members, pairwise(ends), strict=True):
+        for m, (low, high) in zip(self.members, pairwise(ends), strict=True):
             m.set_gradient(part[low:high])
 
 

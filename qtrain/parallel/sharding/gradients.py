@@ -15,6 +15,9 @@ sent and freed as soon as its backward pass is over.
 
 With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
 
+What is sent after every micro-batch is sent beside the backward pass, whose GEMMs want all SMs: where GPUs map each
+other's memory, ranks copy gradients there (`peer_memory.py`), those of a group at once.
+
 Over several machines (`Machines`) there are two all-to-alls: the ranks of a machine first add what they have for all
 ranks with the same number as one of them, and these then exchange the sums, rounded once more, with their counterparts.
 Of g bytes a rank sends g / (ranks of a machine) to other machines instead of nearly all. The order of additions is then
@@ -24,8 +27,10 @@ that of the machines, so --deterministic does without.
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from qtrain.comm.peer_memory import PeerExchange, exchange_size, peer_exchange
 from qtrain.core.hardware.host_memory import PIECE_BYTES, host_memory_for
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.elementwise import add_in_order, sum_in_order
@@ -61,51 +66,78 @@ class GradientReduction:
             for group in groups
         ]
         self._buckets = [bucket for group in self._groups for bucket in group]
+        self._sent = [list(group) for group in self._groups]
+        self._copied: list[list[tuple[PeerExchange, list[GradientBucket]]]] = [[] for _ in groups]
+        """Of each group, what is copied instead, and by what."""
+        if every_micro_batch and wire is None:
+            self._copy_where_possible()
         self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
         self._device = on_host
         self._piece: Tensor | MaybeNone = None
         if on_host is not None:
             self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
+    def _copy_where_possible(self) -> None:
+        for mesh, buckets in by_mesh([b for b in self._buckets if b.is_one_message], lambda bucket: bucket.members[0]):
+            of_groups = [[b for b in group if b in buckets] for group in self._groups]
+            size = max(exchange_size([b.longest_message for b in group]) for group in of_groups)
+            group = mesh.dp_group or dist.group.WORLD
+            assert group is not None  # there are several ranks
+            made = peer_exchange(size, group, buckets[0].members[0].receiver.device)
+            if made is None:
+                continue
+            for sent, copied, members in zip(self._sent, self._copied, of_groups, strict=True):
+                sent[:] = [b for b in sent if b not in members]
+                copied += [(made, members)] if members else []
+
+    @property
+    def copies_all(self) -> bool:
+        """Whether no collective is called, whose order among others would have to be the same on all ranks."""
+        return not any(self._sent)
+
     def add_group(self, index: int, micro_step: int = 0, *, first: bool = True, recorded: bool = False) -> None:
         """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
         micro-batch in the run, which keys random bits; first: of a step; recorded: the gradients are in the memory of
         a CUDA graph, which nothing else can use, so that the sums of large parameters go there too."""
-        for bucket in self._groups[index]:
+        for peers, buckets in self._copied[index]:
+            messages = [bucket.message()[0] for bucket in buckets]
+            for received in peers.exchange(messages, [bucket.sizes for bucket in buckets], "gradients"):
+                self._add(buckets[received.message], received.start, received.terms, first)
+        for bucket in self._sent[index]:
             # Every message of a step draws bits of its own: neighboring buckets are `messages` numbers apart.
             number = bucket.first_number + self._buckets.index(bucket) * self._messages
             memory = bucket.gradient_memory() if recorded and not self._keeps_sums else None
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
-                self._add(bucket, received, first)
+                self._add(bucket, 0, received, first)
             else:
                 # Rank 0's term first: the order of a process alone.
                 bucket.give(sum_in_order(received, None if memory is None else memory[: bucket.own]), memory)
 
-    def _add(self, bucket: GradientBucket, received: Tensor | list[Tensor], first: bool) -> None:
-        """received: terms [n] of this rank's part alone, for its sum."""
+    def _add(self, bucket: GradientBucket, start: int, terms: Tensor | Sequence[Tensor], first: bool) -> None:
+        """terms: [n] each, of this rank's elements from number `start` on, for their sums."""
         if bucket.sums is None:
-            own = received[0]
             if self._device is None:
-                bucket.sums = torch.empty_like(own, dtype=torch.float32)
+                bucket.sums = torch.empty(bucket.own, dtype=torch.float32, device=terms[0].device)
             else:
-                bucket.sums = host_memory_for(self._device, 4 * len(own)).view(torch.float32)
+                bucket.sums = host_memory_for(self._device, 4 * bucket.own).view(torch.float32)
+        sums = bucket.sums[start : start + len(terms[0])]
+        # From zeros, not from the first term: of -0 and the zeros of other ranks the sum is 0, as on one rank.
         if self._device is None:
-            # From zeros, not from the first term: of -0 and the zeros of other ranks the sum is 0, as on one rank.
-            add_in_order(bucket.sums, received, new=first)
+            add_in_order(sums, terms, new=first)
             return
-        for start, sums in self._pieces(bucket):
+        for place, some in self._pieces(sums):
             # One stream copies in, adds and copies out: the buffer's last piece has left when the next one arrives.
-            piece = self._piece[: len(sums)]
+            piece = self._piece[: len(some)]
             if not first:
-                piece.copy_(sums, non_blocking=True)
-            add_in_order(piece, [term[start : start + len(sums)] for term in received], new=first)
-            sums.copy_(piece, non_blocking=True)
+                piece.copy_(some, non_blocking=True)
+            add_in_order(piece, [term[place : place + len(some)] for term in terms], new=first)
+            some.copy_(piece, non_blocking=True)
 
-    def _pieces(self, bucket: GradientBucket) -> Iterator[tuple[int, Tensor]]:
-        """The first element of each piece of a sum, and the piece."""
+    def _pieces(self, sums: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The first element of each piece of sums, and the piece."""
         length = len(self._piece)
-        return ((start, bucket.sums[start : start + length]) for start in range(0, len(bucket.sums), length))
+        return ((start, sums[start : start + length]) for start in range(0, len(sums), length))
 
     def finish(self) -> None:
         """Give the masters the sums of a step as gradients, which are valid until the next one's first addition."""
@@ -116,7 +148,7 @@ class GradientReduction:
         if self._device is None:
             return rounded_in_place(bucket.sums, bucket.dtype)
         out = torch.empty(len(bucket.sums), dtype=bucket.dtype, device=self._device)
-        for start, sums in self._pieces(bucket):
+        for start, sums in self._pieces(bucket.sums):
             out[start : start + len(sums)] = self._piece[: len(sums)].copy_(sums, non_blocking=True)
         return out
 

@@ -43,11 +43,13 @@ class ModelWeights:
         keep_full_weights: bool = False,
         units: Sequence[Unit] = (),
         reduce: Callable[[int], None] = lambda index: None,
+        reduces_apart: bool = False,
     ):
         self._quantized, self._mesh = quantized, mesh
         self._parameters = [s for s in parameters if s.master is not s.parameter]
         self._trained, self._frozen = list(parameters), list(frozen)
-        self._keeps_full, self._units, self._reduce = keep_full_weights, list(units), reduce
+        self._keeps_full, self._units = keep_full_weights, list(units)
+        self._reduce, self._reduces_apart = reduce, reduces_apart
         # Frozen weights are quantized whenever their block is gathered: always with the bits of the first time.
         self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
         self._build(model)
@@ -73,8 +75,7 @@ class ModelWeights:
         share_codes(kept)
         update_codes(kept)
         device = next(model.parameters()).device
-        # On one process what is done with gradients need not be in the order of the gathers, as collectives must.
-        self.full_shard = FullShard(sharded, device, self._reduce, reduces_apart=mesh.shard == 1)
+        self.full_shard = FullShard(sharded, device, self._reduce, reduces_apart=self._reduces_apart)
 
     def reassign(self, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         """`quant.reassign` between steps; all ranks call it."""

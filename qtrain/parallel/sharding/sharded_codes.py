@@ -190,9 +190,9 @@ def update_codes(weights: Sequence[ShardedCodes]) -> None:
     for weight in weights:
         if weight.keeps:
             weight.update()
-    # Before: all ranks have met to reduce statistics, each after the last pass that read others' codes.
+    # Codes are written: all ranks may read them. Nobody read old ones any more, for all have reduced statistics since.
     for memory in dict.fromkeys(weight.memory for weight in weights if weight.memory is not None):
-        memory.publish()
+        memory.meet()
 
 
 def gather_codes(weights: Sequence[ShardedCodes], second_layout: bool) -> None:

@@ -1,18 +1,23 @@
 """Gradients of all ranks add up to those of one: in which order, in which dtype, and at how many bytes."""
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from qtrain.comm.peer_memory import PeerExchange
 from qtrain.comm.wire import sent
 from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharding import gradient_buckets, gradients
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
-from tests.worlds import run_ranks
+from tests.system import PYTHON_FIRST, ROOT
+from tests.worlds import MappedFiles, run_ranks
 
 SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4), "even": (8, 64)}
 
@@ -31,8 +36,14 @@ def _reduce(
     by_machine: bool = True,
     on_host: bool = False,
     recorded: bool = False,
+    copies: Path | None = None,
 ) -> dict:
+    """copies: a folder for what ranks copy to each other; None: they send it."""
     mesh = make_mesh(replicate, shard, "cpu")
+    if copies:
+        # In pieces, of which some ranks receive fewer than others.
+        memory = MappedFiles(copies, PeerExchange.size(320, mesh.dp_size))
+        gradients.peer_exchange = lambda *_: PeerExchange(memory, 320, mesh.dp_rank, mesh.dp_size)
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
     owned = id(parameters["owned"])
     sharded = shard_parameters(parameters.items(), mesh, lambda p: id(p) == owned)
@@ -44,6 +55,7 @@ def _reduce(
         wire=GRADIENT_WIRES[wire],
         on_host=torch.device("cpu") if on_host else None,
     )
+    assert reduction.copies_all == (copies is not None)
     for step in range(2):  # the first one's sums are not the second one's
         sent.clear()
         for micro_batch in range(micro_batches):
@@ -93,6 +105,23 @@ def test_micro_batches_are_added_in_their_order(replicate, shard, replicas, on_h
         terms = [_gradient(name, rank, m).float() for m in range(2) for rank in range(world)]
         expected = functools.reduce(torch.add, terms, torch.zeros(SHAPES[name])).bfloat16().float()
         assert torch.equal(_whole(results, name, replicas), expected), name
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_gradients_that_ranks_copy_to_each_other_are_those_that_they_send(replicate, shard, on_host, tmp_path):
+    case = (replicate * shard, _reduce, replicate, shard, 2, True, "exact", True, on_host, False)
+    assert run_ranks(*case, tmp_path) == run_ranks(*case)
+
+
+@pytest.mark.gpu
+def test_gradients_that_gpus_copy_to_each_other_are_those_that_nccl_sends():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    command = [*launch, "tests.parallel.sharding.copied_gradients"]
+    done = subprocess.run(command, cwd=ROOT, env=PYTHON_FIRST, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -15,7 +15,7 @@ from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import wire_format
-from tests.worlds import run_ranks
+from tests.worlds import MappedFiles, run_ranks
 
 CASES = {
     "int8": ("int8", {"granularity": "tensorwise"}, 1.0),
@@ -111,29 +111,13 @@ def test_two_sets_of_codes_are_not_gathered(scheme, options):
     assert wire_format(SCHEMES.make(scheme, options, "--quantize")) is None
 
 
-class _MappedFiles:
-    """`PeerMemory` of processes on a CPU, in files that each of them maps."""
-
-    def __init__(self, folder: Path, size: int):
-        torch.distributed.barrier()
-        self._ranks = [torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8) for r in (0, 1)]
-
-    def rank_views(self, start: int, stop: int) -> list[torch.Tensor]:
-        return [memory[start:stop] for memory in self._ranks]
-
-    def publish(self) -> None:
-        torch.distributed.barrier()
-
-
 def _read(folder: Path) -> dict[str, tuple]:
     """Of every case the codes after a first and a second update, and how many weights were read from other ranks."""
     made = []
 
-    def peer_memory(size: int, group: object, device: torch.device) -> _MappedFiles:
-        own = folder / str(len(made))
-        made.append(own)
-        own.mkdir(exist_ok=True)
-        return _MappedFiles(own, size)
+    def peer_memory(size: int, group: object, device: torch.device) -> MappedFiles:
+        made.append(folder / str(len(made)))
+        return MappedFiles(made[-1], size)
 
     sharded_codes.peer_memory, mesh, found = peer_memory, make_mesh(1, 2, "cpu"), {}  # in this process, a fork
     for name in CASES:
