@@ -159,7 +159,7 @@ def test_a_chat_keeps_its_history_until_it_is_reset(runs_folder, monkeypatch):
 
 
 TERMINAL = """
-import fcntl, termios
+import fcntl, signal, termios
 import qtrain.__main__
 MAINS["qtrain"] = qtrain.__main__.main
 os.setsid()
@@ -167,6 +167,7 @@ terminal = os.open({name!r}, os.O_RDWR)
 fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # Ctrl-C then is a signal
 for stream in (0, 1, 2):
     os.dup2(terminal, stream)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a script
 """
 
 
