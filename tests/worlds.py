@@ -1,5 +1,6 @@
 """Functions run by several ranks at once: processes forked from the test's, which meet over gloo."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,8 @@ from qtrain.comm.wire import sent
 
 SECONDS = 600
 """How long ranks may take; a rank that waits for one that failed is ended at once."""
+LATE_SECONDS = 240
+"""After which a rank prints where its threads are, once: before pytest's time limit ends the test."""
 
 
 def environment(world: int, on_machine: int | None = None) -> list[dict[str, str]]:
@@ -77,6 +80,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, on_mach
 def _rank(sender: Any, variables: dict[str, str], function: Callable[..., Any], arguments: tuple) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LATE_SECONDS, file=sys.__stderr__)
     sent.clear()  # of what the test process itself has sent, to a fake world
     if inductor := sys.modules.get("torch._inductor.config"):
         inductor.compile_threads = 1  # the test process's pool of compilers, if it has one, has no threads in a fork
