@@ -190,7 +190,7 @@ def update_codes(weights: Sequence[ShardedCodes]) -> None:
     for weight in weights:
         if weight.keeps:
             weight.update()
-    # Codes are written: all ranks may read them. Nobody read old ones any more, for all have reduced statistics since.
+    # Now all ranks may read them. Nobody reads the old ones any more: all have reduced statistics since.
     for memory in dict.fromkeys(weight.memory for weight in weights if weight.memory is not None):
         memory.meet()
 
