@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,32 +93,3 @@ def _rank(sender: Any, variables: dict[str, str], function: Callable[..., Any], 
     sender.send_bytes(pickle.dumps(outcome))
     sender.close()
     os._exit(0)  # without the test process's own handlers at exit
-
-
-class MappedFiles:
-    """`PeerMemory` of processes on a CPU: files of `size` bytes in a folder, one of each rank, that all of them map."""
-
-    def __init__(self, folder: Path, size: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        ranks = range(torch.distributed.get_world_size())
-        self._ranks = [torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8) for r in ranks]
-
-    def rank_views(self, start: int, stop: int) -> list[torch.Tensor]:
-        return [memory[start:stop] for memory in self._ranks]
-
-    def meet(self) -> None:
-        torch.distributed.barrier()
-
-    def signal(self, rank: int, place: int) -> None:
-        self._signal(rank, place).fill_(1)
-
-    def await_signal(self, rank: int, place: int) -> None:
-        signal, end = self._signal(rank, place), time.monotonic() + 60
-        while signal.item() != 1:
-            assert time.monotonic() < end, "no other rank has set the signal"
-            time.sleep(0)
-        signal.fill_(0)
-
-    def _signal(self, rank: int, place: int) -> torch.Tensor:
-        return self._ranks[rank][place : place + 4].view(torch.int32)

@@ -119,8 +119,7 @@ class PeerExchange:
                 yield Received(piece.message, piece.start // dtype.itemsize, [term.view(dtype) for term in terms])
             for rank in self._others:
                 self._memory.signal(rank, self._empty + 4 * me)
-        elements = [(sum(of) - of[me]) * m.itemsize for m, of in zip(messages, sizes, strict=True)]
-        sent[kind] += sum(elements)
+        sent[kind] += sum((sum(of) - of[me]) * m.itemsize for m, of in zip(messages, sizes, strict=True))
 
     def _inbox(self, rank: int, sender: int, piece: "_Piece", parts: Sequence[Sequence[Tensor]]) -> Tensor:
         """Where a rank receives a piece from another one, which may be longer than what there is for it."""

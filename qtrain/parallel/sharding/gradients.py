@@ -78,17 +78,18 @@ class GradientReduction:
             self._piece = torch.empty(PIECE_BYTES // 4, dtype=torch.float32, device=on_host)
 
     def _copy_where_possible(self) -> None:
-        for mesh, buckets in by_mesh([b for b in self._buckets if b.is_one_message], lambda bucket: bucket.members[0]):
+        possible = [bucket for bucket in self._buckets if bucket.is_one_message]
+        for mesh, buckets in by_mesh(possible, lambda bucket: bucket.members[0]):
             of_groups = [[b for b in group if b in buckets] for group in self._groups]
-            size = max(exchange_size([b.longest_message for b in group]) for group in of_groups)
-            group = mesh.dp_group or dist.group.WORLD
-            assert group is not None  # there are several ranks
-            made = peer_exchange(size, group, buckets[0].members[0].receiver.device)
-            if made is None:
+            size = max(exchange_size([b.longest_message for b in members]) for members in of_groups)
+            ranks = mesh.dp_group or dist.group.WORLD
+            assert ranks is not None  # there are several
+            peers = peer_exchange(size, ranks, buckets[0].members[0].receiver.device)
+            if peers is None:
                 continue
             for sent, copied, members in zip(self._sent, self._copied, of_groups, strict=True):
                 sent[:] = [b for b in sent if b not in members]
-                copied += [(made, members)] if members else []
+                copied += [(peers, members)] if members else []
 
     @property
     def copies_all(self) -> bool:

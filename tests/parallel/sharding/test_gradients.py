@@ -16,8 +16,9 @@ from qtrain.parallel.sharding import gradient_buckets, gradients
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
+from tests.parallel.sharding.mapped_files import MappedFiles
 from tests.system import PYTHON_FIRST, ROOT
-from tests.worlds import MappedFiles, run_ranks
+from tests.worlds import run_ranks
 
 SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4), "even": (8, 64)}
 

@@ -15,7 +15,8 @@ from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import wire_format
-from tests.worlds import MappedFiles, run_ranks
+from tests.parallel.sharding.mapped_files import MappedFiles
+from tests.worlds import run_ranks
 
 CASES = {
     "int8": ("int8", {"granularity": "tensorwise"}, 1.0),
