@@ -39,6 +39,7 @@ INNER = {
     "kernels.compile_together": {"kernels.compiler"},
     "kernels.autotune": {"kernels.compiler", "kernels.compile_together"},
     "kernels.arrivals": {"kernels.compiler"},
+    "kernels.column_sums": {"kernels.compiler", "kernels.autotune", "kernels.arrivals"},
     "kernels.numerics": {"kernels.compiler"},
     "kernels.softmax": {"kernels.compiler"},
     "kernels.quantize": {
@@ -51,7 +52,7 @@ INNER = {
     "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.arrivals", "kernels.numerics"},
     "kernels.conv": {"kernels.compiler", "kernels.autotune", "kernels.gemm"},
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
-    "kernels.norm": {"kernels.compiler", "kernels.autotune"},
+    "kernels.norm": {"kernels.compiler", "kernels.autotune", "kernels.column_sums"},
     "kernels.optim": {"kernels.compiler", "kernels.numerics"},
     "kernels.cross_entropy": {"kernels.compiler", "kernels.softmax"},
     "kernels.distillation": {"kernels.compiler", "kernels.cross_entropy"},

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
+from qtrain.kernels.column_sums import column_sums
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
@@ -81,7 +82,7 @@ class LowBitLinearFunction(torch.autograd.Function):
             dw = linear.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)  # [N, K]
         if needs_dbias:
             # In fp32: a sum over all tokens in bf16 would lose the small terms.
-            dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
+            dbias = column_sums(dy).to(ctx.weight_dtype)
         return dx, dw, dbias, None, None
 
 

@@ -24,6 +24,7 @@ from qtrain.core.hardware import capabilities
 from qtrain.kernels.attention.blocks import VisibleKeys
 from qtrain.kernels.attention.causal_backward import KEYS_TILINGS, launch_keys, launch_queries
 from qtrain.kernels.attention.causal_forward import launch_forward
+from qtrain.kernels.column_sums import launch_column_sums
 from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
 from qtrain.kernels.cross_entropy import launch_cross_entropy, launch_cross_entropy_statistics
@@ -109,6 +110,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def elementwise() -> Iterator[Case]:
     for dtype in (BF16, FP32):
+        yield dtype is BF16, lambda d=dtype: launch_column_sums(zeros(4096, 896, dtype=d))
         for start in ("out", "zero"):
             yield (
                 dtype is BF16,

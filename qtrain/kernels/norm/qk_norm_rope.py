@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import forced
+from qtrain.kernels.column_sums import launch_column_sums
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.norm.head_tiles import (
     WARPS,
@@ -259,7 +260,7 @@ def launch_qk_norm_rope_backward(
         dweights, tokens, seq, table_rows=cos.numel() // (head_dim // 2), eps=eps, TILE=tile, num_warps=WARPS,
         maxnreg=BACKWARD.registers,
     )  # fmt: skip
-    return dqkv, dweights.sum(0)
+    return dqkv, launch_column_sums(dweights.flatten(1)).view(2, head_dim)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

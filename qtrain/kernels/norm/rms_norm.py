@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qtrain.core.hardware.capabilities import LEAST_SHARED_MEMORY, sm_count
 from qtrain.kernels.autotune import forced
+from qtrain.kernels.column_sums import launch_column_sums
 from qtrain.kernels.compiler import operator, tl, triton
 
 THREADS, EIGHT_WARPS_PER_SM = 1024, 3
@@ -93,7 +94,7 @@ def launch_rms_norm_backward(
     _rms_norm_backward_kernel[(ctas,)](
         dy, dresidual, x, weight, dx, dweights, tokens, eps, C=width, BLOCK=block, STAGES=stages, num_warps=warps
     )
-    return dx, dweights.sum(0)
+    return dx, launch_column_sums(dweights)
 
 
 def _empty_backward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
