@@ -121,7 +121,13 @@ def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSetting
 
 def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
     """One row per result, with the speed relative to the model's first scheme."""
-    columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "reserved GiB", "planned GiB"]
+    energy = [("W", "watts", ".0f"), ("J/token", "joules_token", ".3g")]
+    figures = [
+        ("ms/step", "step_ms", ",.2f"),
+        *(energy if any("watts" in result for result in results.values()) else []),
+        *((f"{kind} GiB", f"{kind}_gib", ",.2f") for kind in ("peak", "reserved", "planned")),
+    ]
+    columns = ["tok/s", "over first", "sol", "mfu", *(column for column, _, _ in figures)]
     unit = "median step; sol, mfu: share of the peak; *: not recorded as CUDA graphs"
     table = Table(title, unit, columns)
     firsts: dict[str, float] = {}
@@ -139,13 +145,9 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             if result[key] is not None:  # no mfu without a datasheet
                 table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
-        figures = [
-            ("ms/step", "step_ms"),
-            *((f"{kind} GiB", f"{kind}_gib") for kind in ("peak", "reserved", "planned")),
-        ]
-        for column, key in figures:
+        for column, key, digits in figures:
             if key in result:  # nothing is reserved on a CPU
-                table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
+                table.put(row, column, Cell(result[key], text=f"{result[key]:{digits}}"))
     return table
 
 

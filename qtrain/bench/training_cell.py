@@ -23,6 +23,7 @@ from qtrain.comm.launch import check_gpus, launch
 from qtrain.comm.ranks import rank
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.config import JsonDict, as_dict
+from qtrain.core.gpu_sensors import GpuSensors
 from qtrain.core.hardware.memory import limit_allocator, peak_memory
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
@@ -58,9 +59,10 @@ def time_training(settings: LanguageSettings, warmup_steps: int, slack: float | 
 
     slack: the share by which the run may take more of a GPU's memory than its plan says; None: all of it.
 
-    Keys: tok_s, step_ms, sol, mfu, loss; recorded, whether as CUDA graphs; peak_gib, and build_gib before the first
-    step; on a GPU reserved_gib and outside_gib (`memory_in_use`); of the plan planned_gib, planned_taken_gib,
-    planned_step_ms; fit, the plan's lines.
+    Keys: tok_s, step_ms, sol, mfu, loss; watts and joules_token of this process's GPU, if NVML tells them: means over
+    all timed steps, joules over the tokens of all ranks; recorded, whether as CUDA graphs; peak_gib, and build_gib
+    before the first step; on a GPU reserved_gib and outside_gib (`memory_in_use`); of the plan planned_gib,
+    planned_taken_gib, planned_step_ms; fit, the plan's lines.
     """
     try:
         return _time_training(settings, warmup_steps, slack)
@@ -98,7 +100,10 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.reader)
     size = (architecture.vocab_size or 0, geometry.micro_batch_size, settings.seq_len)
     marks, loss = [_mark(device)], float("nan")
+    sensors, start = GpuSensors(device), None
     for step in range(warmup_steps + settings.steps):
+        if step == warmup_steps:
+            start = _energy_mark(sensors, device)
         batch = random_batch(*size, generator).to(device, non_blocking=True)
         batches = [batch] * geometry.gradient_accumulation  # any tokens are as fast
         gradients = compute_gradients(
@@ -117,6 +122,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int, slack: float |
         "tok_s": tok_s,
         "step_ms": 1000 * seconds,
         **plan.efficiency(tok_s),
+        **_energy(start, _energy_mark(sensors, device), settings.steps * plan.tokens_per_step),
         "recorded": graphs is not None and graphs.recorded,
         "peak_gib": peak_memory(device) / GIB,
         "build_gib": build_peak / GIB,
@@ -159,6 +165,22 @@ def _seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def _energy_mark(sensors: GpuSensors, device: torch.device) -> tuple[float, float] | None:
+    """Joules of the energy counter and seconds, when the device has nothing left to do; None without a counter."""
+    if sensors.available:
+        torch.cuda.synchronize(device)
+    joules = sensors.joules()
+    return None if joules is None else (joules, time.perf_counter())
+
+
+def _energy(start: tuple[float, float] | None, end: tuple[float, float] | None, tokens: int) -> dict[str, float]:
+    """Mean power between two marks, and joules per token."""
+    if start is None or end is None:
+        return {}
+    joules, seconds = (after - before for before, after in zip(start, end, strict=True))
+    return {"watts": joules / seconds, "joules_token": joules / tokens}
 
 
 # ---- in a process of its own -----------------------------------------------------------------------------------------

@@ -48,6 +48,32 @@ def test_a_cell(tiny):
     assert result["sol"] > 0 and result["peak_gib"] > 0 and 3 < result["loss"] < 5.5  # about log 64
 
 
+class Sensors:
+    """An energy counter that moves by 6 J between two readings."""
+
+    available, readings = False, 0
+
+    def __init__(self, device: torch.device):
+        pass
+
+    def joules(self) -> float:
+        self.readings += 1
+        return 6.0 * self.readings
+
+
+def test_energy(tiny, monkeypatch):
+    """Means over the timed steps; columns where a GPU tells, and none where it does not."""
+    (cell,) = cells(tiny, "--schemes", "bf16").values()
+    assert not {"watts", "joules_token"} & time_training(cell, 1).keys()
+    monkeypatch.setattr(training_cell, "GpuSensors", Sensors)
+    result = time_training(cell, 1)
+    assert result["joules_token"] == 6 / (2 * 2 * 16) and 0 < result["watts"] < 6 / (result["step_ms"] / 1000)
+    table = train_step.step_table({("tiny", "bf16"): result}, "steps")
+    assert table.rows["tiny bf16"]["J/token"].text == "0.0938" and "W" in table.columns
+    del result["watts"], result["joules_token"]
+    assert "J/token" not in train_step.step_table({("tiny", "bf16"): result}, "steps").columns
+
+
 def test_adapters_on_a_stored_base(tiny):
     (cell,) = cells(tiny + ':{"lora":{"r":2,"base":"nf4"}}', "--schemes", "bf16").values()
     assert cell.lora == {"r": 2, "base": "nf4"}
