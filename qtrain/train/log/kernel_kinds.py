@@ -11,7 +11,7 @@ OTHER = "other"
 
 _RULES = (
     ("communication", r"nccl|all_gather|reduce_scatter|all_reduce|all_to_all|c10d::|symm_mem"),
-    ("sums", r"_add_in_order_kernel"),
+    ("sums", r"_add_in_order_kernel|_column_sums_kernel"),
     # Before GEMMs and copies: attention kernels of cutlass have gemm in their names, and convert what they summed.
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|AttentionKernel|dot_do_o|convert_dq"),
     ("attention", r"_cached_attention_kernel|_attention_(forward|queries|keys)_kernel"),

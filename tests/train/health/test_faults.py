@@ -108,7 +108,7 @@ def test_a_run_without_a_fault_warns_of_nothing(scheme):
     ("balance", "advice"), [(0, "0.01"), pytest.param(0.02, "above 0.02", marks=pytest.mark.sweep)]
 )
 def test_a_collapsed_router_is_named(balance, advice):
-    with faults.collapsed_router(offset=9.0):
+    with faults.collapsed_router(offset=12.0):
         folder = run("faulty", WIDE, quantize="int8", router_balance_loss=balance)
     told = [row["warning"] for row in warnings(folder) if "router" in row["warning"]]
     assert len(told) == len({row["linear"] for row in read_metrics(folder / "health.jsonl") if "experts" in row})
