@@ -15,8 +15,9 @@ from qtrain.kernels.compiler import operator, tl, triton
 ROWS, COLUMNS = 64, 128
 """Of a CTA's tile; a row of it is 256 bytes of bf16."""
 ROWS_A_CTA = 512
-"""Of many rows; at least LEAST_PARTS CTAs share a block of columns with a tile for each, and at most MOST_PARTS."""
+"""About so many, where M is large."""
 LEAST_PARTS, MOST_PARTS = 8, 128
+"""CTAs that share a block of columns: where M is small, up to LEAST_PARTS, and never more than MOST_PARTS."""
 
 
 def column_sums_ref(x: Tensor) -> Tensor:
