@@ -28,7 +28,9 @@ def column_sums_ref(x: Tensor) -> Tensor:
 
 @triton.jit
 def _sum_rows(x):
-    """[R, C] -> [1, C], R a power of two, 128 at most: halves of the rows are added until one is left."""
+    """[R, C] -> [1, C], R a power of two, 128 at most: halves of the rows are added until one is left.
+
+    `sum_of_pairs` of the transpose needs up to 64 KiB of shared memory, this 4."""
     for _ in tl.static_range(7):
         if x.shape[0] > 1:
             upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
