@@ -17,7 +17,7 @@ from qtrain.models.hf.formats.format import EXPORT_FORMATS, ExportFormat
 from qtrain.models.hf.formats.table import keeping
 from qtrain.models.hf.io import export_hf, generation_config
 from qtrain.models.hf.quantized_export import ExportOptions, HeldCodes
-from qtrain.models.hf.source import ModelSource, list_models, read_model_source
+from qtrain.models.hf.source import ModelSource, list_models, models_within, read_model_source
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.distillation import Distillation, DistillOptions, as_distill
 from qtrain.models.native.loss import LossSums, linear_cross_entropy

@@ -15,6 +15,7 @@ MISTAKES = [
     ([], P, "--model: no model is named; give a run folder, a checkpoint, a folder or a hub id"),
     (["pre"], {}, '--prompt: nothing to continue is given; give --prompt "TEXT", --prompts FILE or --chat'),
     (["pree"], P, "--model: unknown model 'pree'"),
+    (["."], P, "Give a checkpoint or a run folder. It holds models: give one, such as "),
     (["tiny.json"], P, "--model: tiny.json has no tokenizer"),
     (["mute"], P, "--model: mute has no tokenizer; put tokenizer.json beside its config.json"),
     (["foreign"], {"prompt": ["xyz"]}, "makes the id 122 of the prompt, and the model's vocabulary has 100"),

@@ -48,6 +48,12 @@ def holds_tensors(file: str) -> bool:
     return file.endswith(".safetensors")
 
 
+def models_within(folder: Path) -> str:
+    """A sentence that names one of the models in a folder, as `export --output` fills it; empty if there is none."""
+    inner = sorted(folder.glob("*/config.json"))
+    return f" It holds models: give one, such as {inner[-1].parent}." if inner else ""
+
+
 def read_model_source(name: str, flag: str = "--model") -> ModelSource:
     """Find and read the config that `name` refers to. Raises UserError naming `flag`.
 
@@ -67,7 +73,7 @@ def read_model_source(name: str, flag: str = "--model") -> ModelSource:
             fix += "" if export.is_dir() else f" {name} --format hf"
             raise UserError(f"{flag}: {name} is the folder of a run. {fix}")
         if not (path / "config.json").is_file():
-            raise UserError(f"{flag}: the folder {name} has no config.json. {FIX}")
+            raise UserError(f"{flag}: the folder {name} has no config.json.{models_within(path) or f' {FIX}'}")
         check_checksums(path, flag, lambda file: not holds_tensors(file))
         return _from_file(name, path / "config.json", flag, folder=path)
     if "/" not in name:

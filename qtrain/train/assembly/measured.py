@@ -27,6 +27,7 @@ from qtrain.models import (
     empty_model,
     export_hf,
     merge_lora,
+    models_within,
     read_model_source,
 )
 from qtrain.quant import LinearChoice, Scheme, quantize_linears
@@ -86,7 +87,7 @@ class MeasuredModel:
         try:
             checkpoint = resolve_resume(name, Path())
         except UserError as error:
-            raise UserError(str(error).replace("--resume", flag, 1)) from None
+            raise UserError(str(error).replace("--resume", flag, 1) + models_within(path)) from None
         assert checkpoint is not None  # only of "auto" there may be none
         settings, values = _settings_of(checkpoint.parent.parent, flag)
         script = read_meta(checkpoint).get("script")

@@ -43,6 +43,13 @@ def test_names_that_stand_for_nothing(tmp_path):
     assert "shape.json" in bad(tmp_path, "TMP/shap.json")
 
 
+def test_a_folder_of_models_names_one(tmp_path):
+    """The folder that was given to `export --output`."""
+    (tmp_path / "exports" / "ct_int8").mkdir(parents=True)
+    (tmp_path / "exports" / "ct_int8" / "config.json").write_text("{}")
+    assert f"It holds models: give one, such as {tmp_path}/exports/ct_int8." in bad(tmp_path, "TMP/exports")
+
+
 def test_a_hub_id_that_cannot_be_reached_says_so(monkeypatch):
     import qtrain.core.hub
 
