@@ -30,9 +30,10 @@ from qtrain.core.process import run_script
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.train.log.status import three_digits
-from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.exclusions import check_exclusions
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import Count, CountOrZero
 
 

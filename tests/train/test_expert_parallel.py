@@ -35,7 +35,8 @@ from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.sharding import reshards
-from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.exclusions import check_exclusions
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import LanguageSettings, VisionSettings
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import compute_gradients

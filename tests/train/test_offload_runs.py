@@ -12,7 +12,7 @@ import llm_finetune
 import llm_pretrain
 from qtrain.optim import offload
 from qtrain.optim.elementwise import LowBitOptimizer
-from qtrain.train.settings.exclusions import Options
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import OFFLOAD_NAMES
 from tests.cases import sampled
 from tests.data.corpora import write_jsonl

@@ -40,7 +40,8 @@ from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.quant.scheme_map import with_overrides
 from qtrain.train.assembly.assemble import freeze_embedding
-from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.exclusions import check_exclusions
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import LanguageSettings, VisionSettings
 from qtrain.train.state.fingerprints import fingerprint
 from qtrain.train.step.forward import language_forward

@@ -18,8 +18,9 @@ from qtrain.quant import Scheme
 from qtrain.quant.scheme_map import with_overrides
 from qtrain.quant.scheme_schedule import Phase
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions, phase_settings
+from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, check_exclusions
 from qtrain.train.settings.machine import check_plan_flags, check_planned_scheme, mesh_of_world, run_world
+from qtrain.train.settings.options import Options, phase_settings
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings
 from qtrain.train.state.run_folder import RunFolder, find_run_folder

@@ -19,7 +19,8 @@ from qtrain.models.native.loss import chunk_rows
 from qtrain.quant.weight_codes import has_two_layouts
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import GIB, Plan
-from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.exclusions import check_exclusions
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.recompute import recompute_kinds
 from qtrain.train.settings.settings import LanguageSettings, TrainSettings, batch_geometry
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.settings.exclusions import RUN_EXCLUSIONS, Exclusion, Options
+from qtrain.train.settings.exclusion import Exclusion
+from qtrain.train.settings.exclusions import RUN_EXCLUSIONS
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import TrainSettings
 
 MOST_CHUNKS = 64

@@ -13,7 +13,7 @@ from qtrain.parallel.mesh import make_mesh
 from qtrain.quant import LowBitLinear
 from qtrain.quant.scheme_map import Spec, scheme_of
 from qtrain.quant.swap import swap
-from qtrain.train.settings.exclusions import Options
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.step.forward import language_forward

@@ -25,7 +25,7 @@ from qtrain.train.assembly import assemble
 from qtrain.train.health.monitor import HealthMonitor
 from qtrain.train.health.ranks import SampleRanks
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.settings.exclusions import Options
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients

@@ -12,7 +12,8 @@ from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
 from qtrain.quant.schemes.frozen_base import Fp8BlockBase
 from qtrain.train.plan.checked_settings import check_settings
-from qtrain.train.settings.exclusions import EXCLUSIONS, KEPT, Options, check_exclusions
+from qtrain.train.settings.exclusions import EXCLUSIONS, KEPT, check_exclusions
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import VisionSettings
 
 PRETRAIN, FINETUNE = llm_pretrain.PretrainSettings, llm_finetune.FinetuneSettings

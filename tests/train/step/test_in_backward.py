@@ -17,7 +17,8 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.exclusions import check_exclusions
+from qtrain.train.settings.options import Options
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.state_dict import optimizer_tensors
 from qtrain.train.step.forward import language_forward
