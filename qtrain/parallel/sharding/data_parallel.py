@@ -19,19 +19,17 @@ from torch import Tensor, nn
 from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
-from qtrain.models.native.decoder import Decoder
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import ModelParallelState
 from qtrain.parallel.sharding.full_shard import FullShard, Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.host_gradients import HostGradients
-from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
-from qtrain.parallel.sharding.part_masters import TensorParts, keep_in_order, on_expert_mesh, shard_experts
-from qtrain.parallel.sharding.shards import Sharded, by_mesh, offload_parameters, shard_frozen, shard_parameters
+from qtrain.parallel.sharding.model_weights import ModelWeights
+from qtrain.parallel.sharding.part_masters import TensorParts
+from qtrain.parallel.sharding.sharded_model import as_decoder, shard_model
+from qtrain.parallel.sharding.shards import Sharded, by_mesh
 from qtrain.quant import QuantizedModel, Scheme
-from qtrain.quant.choices import shared_weights
-from qtrain.tensors.lazy import materialize
 
 
 @dataclass(frozen=True)
@@ -94,30 +92,17 @@ class DataParallel:
         quantized.reduce_amax = maximum_over_ranks
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        in_units = {id(p) for unit in units for p in unit.holder.parameters()}  # their memory comes and goes
-        dropped = set() if keep_full_weights or mesh.shard == 1 else weights_as_codes(model, quantized)
-        for p in model.parameters():
-            if id(p) not in in_units | dropped:
-                materialize(p)
-        split = {name for name, _ in trained if on_expert_mesh(name, mesh)}
-        # Experts have a mesh of their own: the ranks that hold the same ones.
-        dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
-        how = mesh, needs_whole, lambda p: id(p) in in_units
         host_weights = host_gradients and mesh.world == 1
-        moved = _matrices(model, units, train=True) if host_weights else []
-        names, place = {name for name, _ in moved}, {name: place for place, (name, _) in enumerate(trained)}
-        self.parameters = shard_parameters([(n, p) for n, p in dense if n not in names], *how)
-        self.parameters += offload_parameters(moved, mesh)
-        # With --tp no order of additions is that of one process.
-        in_order = deterministic and mesh.expert_mesh is not None and mesh.tp == 1
-        terms = keep_in_order(model) if in_order else {}
-        if split:
-            self.parameters += shard_experts(_decoder(model), experts, *how, terms)
-        elif moved:
-            self.parameters.sort(key=lambda sharded: place[sharded.name])
-        self.frozen = self._shard_frozen(model, _matrices(model, units, train=False)) if units else []
-        """Weights of fully sharded units that do not train."""
+        self.parameters, self.frozen = shard_model(
+            model,
+            quantized,
+            mesh,
+            needs_whole,
+            units,
+            deterministic=deterministic,
+            keep_full_weights=keep_full_weights,
+            host_weights=host_weights,
+        )
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
         sharded_of = {id(s.parameter): s for s in self.parameters}
         self.partitions = {n: [sharded_of[id(p)] for p in members] for n, members in (partitions or {}).items()}
@@ -127,12 +112,12 @@ class DataParallel:
         self._reduction = None
         # What is reduced at once: a partition of the backward pass, a unit, or all there is.
         groups = self._groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
-        self._parts = TensorParts(_decoder(model), groups, mesh) if mesh.tp > 1 else None
+        self._parts = TensorParts(as_decoder(model), groups, mesh) if mesh.tp > 1 else None
         self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
         """Of masters that are parts of larger parameters."""
         if self._parts is not None:
             self.placements |= self._parts.placements
-        self.model_parallel_state = None if mesh.model_group is None else ModelParallelState(_decoder(model))
+        self.model_parallel_state = None if mesh.model_group is None else ModelParallelState(as_decoder(model))
         if mesh.dp_size > 1 or deterministic:
             self._reduction = GradientReduction(
                 groups,
@@ -157,20 +142,6 @@ class DataParallel:
             # Collectives of gathers and reductions would have to be in one order on all ranks.
             reduces_apart=mesh.shard == 1 or (self._reduction is not None and self._reduction.copies_all),
         )
-
-    def _shard_frozen(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> list[Sharded]:
-        """Frozen matrices of units; of experts over the ranks that hold the same ones. Those that no other rank holds
-        stay in full."""
-        expert_mesh = self.mesh.expert_mesh
-        if expert_mesh is None:
-            return shard_frozen(named, self.mesh)
-        experts = [(name, p) for name, p in named if on_expert_mesh(name, self.mesh)]
-        found = shard_frozen([(name, p) for name, p in named if not on_expert_mesh(name, self.mesh)], self.mesh)
-        if expert_mesh.shard > 1:
-            return found + shard_frozen(experts, expert_mesh)
-        for _, p in experts:
-            materialize(p)
-        return found
 
     @property
     def device(self) -> torch.device:
@@ -363,18 +334,6 @@ class DataParallel:
 def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     """What this rank has of the masters' gradients."""
     return [s.master.grad for s in parameters if s.master.grad is not None]
-
-
-def _decoder(model: nn.Module) -> Decoder:
-    assert isinstance(model, Decoder), "ranks have parts of qtrain's own decoder alone"
-    return model
-
-
-def _matrices(model: nn.Module, units: Iterable[Unit], *, train: bool) -> list[tuple[str, nn.Parameter]]:
-    """Those of `units` that train, or that do not, without what other modules hold too."""
-    elsewhere = shared_weights(model)
-    in_units = {id(p) for unit in units for p in unit.holder.parameters() if p.ndim > 1} - elsewhere
-    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and p.requires_grad == train]
 
 
 def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:
