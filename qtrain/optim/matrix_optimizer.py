@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.optim.low_bit_spec import LowBitSpec
 from qtrain.optim.optimizer import PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_shape

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from qtrain.core.checks import Range
-from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.optim.low_bit_spec import LowBitSpec
 from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import StateOptions
 

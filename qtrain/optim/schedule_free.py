@@ -18,7 +18,8 @@ from torch import Tensor
 
 from qtrain.core.checks import Range
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.elementwise import LowBitOptimizer, state_bytes
+from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.optim.low_bit_spec import state_bytes
 from qtrain.optim.optimizer import Optimizer
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import BATCH_ELEMENTS, StateOptions, local
