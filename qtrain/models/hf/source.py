@@ -49,9 +49,10 @@ def holds_tensors(file: str) -> bool:
 
 
 def models_within(folder: Path) -> str:
-    """A sentence that names one of the models in a folder, as `export --output` fills it; empty if there is none."""
-    inner = sorted(folder.glob("*/config.json"))
-    return f" It holds models: give one, such as {inner[-1].parent}." if inner else ""
+    """A sentence that names one of the models in a folder, of `export --output` or of runs; empty if there is none."""
+    found = (path.parent for depth in ("*", "*/hf") for path in sorted(folder.glob(f"{depth}/config.json")))
+    models = [path for path in found if not (path / "metrics.jsonl").is_file()]  # config.json of a run is its recipe
+    return f" It holds models: give one, such as {models[-1]}." if models else ""
 
 
 def read_model_source(name: str, flag: str = "--model") -> ModelSource:

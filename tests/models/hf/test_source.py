@@ -50,6 +50,17 @@ def test_a_folder_of_models_names_one(tmp_path):
     assert f"It holds models: give one, such as {tmp_path}/exports/ct_int8." in bad(tmp_path, "TMP/exports")
 
 
+def test_a_folder_of_runs_names_an_export_and_no_recipe(tmp_path):
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl"):
+        (run / name).write_text("{}")
+    assert "It holds models" not in bad(tmp_path, "TMP/runs")
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    assert f"It holds models: give one, such as {run}/hf." in bad(tmp_path, "TMP/runs")
+
+
 def test_a_hub_id_that_cannot_be_reached_says_so(monkeypatch):
     import qtrain.core.hub
 
