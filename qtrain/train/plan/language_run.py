@@ -24,14 +24,14 @@ from qtrain.models.cost.weight_memory import ONE_GPU, RankShare
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant import SCHEMES, LinearChoice, LowBitScheme
 from qtrain.quant.adapted_linear import writes_rows_between
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.scheme_bytes import linear_bytes
 from qtrain.train.plan.sharding import fullest_share
-from qtrain.train.plan.step_time import MEASURED_SEQUENCE, BetweenProducts
+from qtrain.train.plan.step_time import MEASURED_SCHEME, MEASURED_SEQUENCE, BetweenProducts
 from qtrain.train.settings.machine import records_steps
 from qtrain.train.settings.recompute import kept_8bit, recompute_kinds
 from qtrain.train.settings.settings import LanguageSettings
@@ -81,15 +81,15 @@ class LanguageRun:
         )
 
     def between_products(self) -> BetweenProducts:
-        """Bytes between products; those of a run in full, too, of which speeds were measured."""
-        step, adapters, plain = self.step_shape, self.adapters, replace(self.step_shape, recompute=frozenset())
-        in_full = replace(self, trained=None).low_bit if adapters else self.low_bit
-        run = between_products(self.config, step, self.low_bit, adapters)
+        """Bytes between products; those of the runs of which speeds were measured, too."""
+        step, plain = self.step_shape, replace(self.step_shape, recompute=frozenset())
+        run = between_products(self.config, step, self.low_bit, self.adapters)
         if self.teacher is not None:  # a forward pass: a third, as `token_seconds` divides them
             run += between_products(self.teacher, plain, LowBitBytes.plain(step.element)) / 3
+        measured = replace(self, linears=[_as_measured(linear) for linear in self.linears], trained=None)
         return BetweenProducts(
             run=run,
-            measured=between_products(self.config, plain, in_full),
+            measured=between_products(self.config, plain, measured.low_bit),
             flops=asdict(flops_per_token(self.config, MEASURED_SEQUENCE)),
         )
 
@@ -232,6 +232,12 @@ class LanguageRun:
         return RankShare(
             states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else expert_share, other_share
         )
+
+
+def _as_measured(linear: LinearChoice) -> LinearChoice:
+    """In the scheme of the measured runs: codes of tensors whose scales are known before they are read."""
+    low_bit = linear.scheme is not None and set(linear.scheme.gemm_dtypes().values()) - {"bf16"}
+    return replace(linear, scheme=SCHEMES.make(*MEASURED_SCHEME, "") if low_bit else None)
 
 
 def _is_sent_alone(shape: ParameterShape, element: int) -> bool:

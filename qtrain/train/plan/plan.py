@@ -302,10 +302,7 @@ def _with_figures(
     kinds = {"blocks": [n for n in linears if not n.is_head], "head": [n for n in linears if n.is_head]}
     by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
     seconds, peak = figures.shortest(by_kind, hardware, dtype), figures.memory_on(checked.mesh, checked.reshards)
-    # Products of weights that are stored in low bits may all be in high precision.
-    low_bit = float(any(linear.scheme and set(linear.scheme.gemm_dtypes().values()) - {"bf16"} for linear in linears))
-    if settings.quantize_overrides and low_bit:
-        low_bit = low_bit_share(by_kind["blocks"], seconds, figures.shortest({}, hardware, dtype))
+    low_bit = low_bit_share(by_kind, seconds, figures.shortest({}, hardware, dtype), figures.frozen)
     # A user's own fraction, or the nearest measurement, with the name of what was measured.
     sol, source = settings.sol, "--sol"
     if sol is None:

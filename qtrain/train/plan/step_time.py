@@ -12,7 +12,7 @@ The exchange's own cost apart from the wire, copies in memory and launches from 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -52,9 +52,7 @@ def shortest_seconds(
 
     # The three GEMMs of a linear have equal FLOPs: each takes an equal share of the work, at the peak of its dtype.
     def seconds_of(work: float, scheme: LowBitScheme | None) -> float:
-        gemms = {} if scheme is None else scheme.gemm_dtypes()
-        chosen = {gemm: name for gemm, name in gemms.items() if not (frozen and gemm == "grad_weight")} or {"": plain}
-        total = 0.0
+        chosen, total = _arithmetics(scheme, frozen), 0.0
         for gemm, name in chosen.items():
             rate = hardware.peak(plain if name == "bf16" else name) * 1e12
             total += work / len(chosen) / rate / (_blocks_rate(scheme, gemm) if reached and name != "bf16" else 1.0)
@@ -64,6 +62,12 @@ def shortest_seconds(
         kind: sum(seconds_of(share * work, scheme) for scheme, share in shares.get(kind, {None: 1.0}).items())
         for kind, work in flops.items()
     }
+
+
+def _arithmetics(scheme: LowBitScheme | None, frozen: bool) -> dict[Gemm, str]:
+    """Of each GEMM of a linear; frozen: it has no grad_weight."""
+    every = dict.fromkeys(get_args(Gemm), "bf16") if scheme is None else scheme.gemm_dtypes()
+    return {gemm: name for gemm, name in every.items() if not (frozen and gemm == "grad_weight")}
 
 
 def _blocks_rate(scheme: LowBitScheme | None, gemm: Gemm) -> float:
@@ -98,22 +102,26 @@ class Measured:
 
 MEASURED_GPU, MEASURED_SEQUENCE = "h200", 1024
 """The GPU, and tokens a sequence, of the measurements below."""
+MEASURED_SCHEME: tuple[str, Mapping[str, Any]] = "fp8_tensorwise", {"scaling": "delayed"}
+"""Their scheme in low bits, and its options. What another one's quantizers move beyond it takes time of its own."""
 
 MEASURED = {
-    # docs/results/train_steps.json, and an earlier run of distributed.json: compiled, sequence 1024, 32,768 or 65,536
-    # tokens a step.
+    # docs/results/train_steps.json: compiled, sequence 1024, 16,384 to 65,536 tokens a step.
     TOKENS: Measured(
         "Qwen2.5 of 0.5B to 7B",
-        {"fp8_tensorwise": {494e6: 0.383, 1544e6: 0.456, 7616e6: 0.497}, "bf16": {494e6: 0.493, 7616e6: 0.618}},
+        {
+            "fp8_tensorwise": {494e6: 0.380, 1544e6: 0.448, 3086e6: 0.477, 7616e6: 0.540},
+            "bf16": {494e6: 0.505, 1544e6: 0.582, 3086e6: 0.596, 7616e6: 0.632},
+        },
     ),
     # docs/results/vision.json: 64 images of 224 x 224 a step.
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
 }
 
 MIXTURES = Measured(
-    # docs/results/mixtures.json: 16,384 tokens a step, so all of AdamW counts.
+    # docs/results/train_steps.json, bf16 mixtures.json: 16,384 tokens a step, so all of AdamW counts.
     "Qwen3-30B-A3B with 12 layers",
-    {"fp8_tensorwise": {8.1e9: 0.345}, "bf16": {8.1e9: 0.432}},
+    {"fp8_tensorwise": {8.1e9: 0.340}, "bf16": {8.1e9: 0.478}},
 )
 
 BANDWIDTH_REACHED = 0.88
@@ -168,12 +176,19 @@ def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: float, moe: bool
     return 1 / sum(share / fraction(scheme) for scheme, share in shares.items()), source
 
 
-def low_bit_share(blocks: Shares, seconds: Mapping[str, float], plain: Mapping[str, float]) -> float:
-    """`low_bit` of `measured_sol`: of the shortest time what is left without that of layers in high precision, to each
-    of which its share of attention and head counts. blocks: shares of the layers' FLOPs; plain: `seconds` if nothing
-    was quantized."""
-    # 0 where a head alone runs in low bits.
-    return max(1 - blocks.get(None, 0.0) * sum(plain.values()) / sum(seconds.values()), 0.0)
+def low_bit_share(
+    by_kind: Mapping[str, Shares], seconds: Mapping[str, float], plain: Mapping[str, float], frozen: bool
+) -> float:
+    """`low_bit` of `measured_sol`: of the shortest time what is left without that of the GEMMs in high precision, to
+    which their share of attention counts. by_kind: of layers and head; plain: `seconds` if nothing was quantized."""
+
+    def high_precision(shares: Shares) -> float:
+        found = {scheme: list(_arithmetics(scheme, frozen).values()) for scheme in shares}
+        return sum(share * found[scheme].count("bf16") / len(found[scheme]) for scheme, share in shares.items())
+
+    high = sum(high_precision(shares) * plain.get(kind, 0.0) for kind, shares in by_kind.items())
+    high /= sum(plain.get(kind, 0.0) for kind in by_kind)
+    return max(round(1 - high * sum(plain.values()) / sum(seconds.values()), 9), 0.0)
 
 
 @dataclass(frozen=True)
@@ -182,7 +197,7 @@ class BetweenProducts:
 
     run: float
     measured: float
-    """If everything trains and nothing is recomputed, as in the runs of which `MEASURED` has the fractions."""
+    """If everything trains in `MEASURED_SCHEME` and nothing is recomputed, as in the runs of `MEASURED`."""
     flops: Mapping[str, float]
     """FLOPs per token of such a run."""
 

@@ -17,6 +17,7 @@ from tests.train.plan.test_plan import checked_of, plan_for
 
 H100, H200 = datasheet_hardware("h100"), datasheet_hardware("h200")
 FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
+INT8 = {"quantize": "int8", "quantize_lm_head": True}
 LOW_BIT_HEAD = {"quantize_lm_head": True, "optim": "adamw_8bit"}
 
 
@@ -39,7 +40,10 @@ def plan_of(model: str, sequences: int, base: str | None = None, hardware=H100, 
         ("qwen2.5-3b", 19, 670.6, {"optim": "adamw_8bit"}),
         ("qwen2.5-1.5b", 35, 442, FP8),
         ("qwen2.5-7b", 10, 498, {**FP8, "optim": "adamw_8bit", "recompute": ("norm", "swiglu")}),
-        ("qwen2.5-7b", 11, 587, {**LOW_BIT_HEAD, "quantize": "int8", "recompute": ("norm", "swiglu", "qkv")}),
+        ("qwen2.5-7b", 64, 2708, {**INT8, "micro_batch_size": 8, "hardware": H200}),
+        ("qwen2.5-3b", 16, 351, {**INT8, "hardware": H200}),
+        ("qwen2.5-1.5b", 16, 198, {**INT8, "hardware": H200}),
+        ("qwen2.5-0.5b", 32, 165, {**INT8, "hardware": H200}),
         ("qwen2.5-7b", 18, 1067, {"quantize": "fp8_rowwise", "quantize_lm_head": True, "recompute": ("block",)}),
         ("qwen2.5-3b", 25, 695, {**LOW_BIT_HEAD, "quantize": "fp8_blockwise", "recompute": ("norm", "swiglu")}),
     ],
@@ -53,11 +57,11 @@ def test_steps_take_what_they_were_measured_to(model, sequences, milliseconds, c
 
 def test_the_measured_fraction_is_that_of_its_own_runs():
     """On an H200, with everything trained and nothing recomputed; what micro-batches move comes on top."""
-    found = plan_of("qwen2.5-7b", 64, hardware=H200, micro_batch_size=8, quantize=FP8["quantize"])
+    found = plan_of("qwen2.5-7b", 64, hardware=H200, micro_batch_size=8, **FP8)
     shortest = sum(found.seconds.values()) * found.tokens_per_step
     sol = MEASURED[TOKENS].fractions["fp8_tensorwise"][7616e6]
     assert shortest / found.step_seconds == pytest.approx(sol, rel=0.04)
-    slower = plan_of("qwen2.5-7b", 64, hardware=H100, micro_batch_size=8, quantize=FP8["quantize"])
+    slower = plan_of("qwen2.5-7b", 64, hardware=H100, micro_batch_size=8, **FP8)
     assert slower.seconds == found.seconds and slower.step_seconds > 1.02 * found.step_seconds
 
 
@@ -76,9 +80,32 @@ def test_the_forward_pass_of_frozen_linears_is_half_of_their_products():
 
 
 def test_scales_of_blocks_make_products_slower():
-    tensors, blocks = (plan_of("qwen2.5-3b", 8, quantize=name) for name in ("fp8_rowwise", "fp8_blockwise"))
+    tensors = plan_of("qwen2.5-3b", 8, **{**FP8, "quantize_lm_head": False})
+    blocks = plan_of("qwen2.5-3b", 8, quantize="fp8_blockwise")
     assert blocks.seconds == tensors.seconds  # the speed of light is the same
     assert min(BLOCKS_RATE.values()) < tensors.step_seconds / blocks.step_seconds < 0.9
+
+
+def test_what_quantizers_read_twice_takes_time():
+    """Fractions were measured with scales that are known before tensors are read."""
+    delayed, dynamic = (
+        plan_of("qwen2.5-0.5b", 32, **{**FP8, "quantize_kwargs": {"scaling": scaling}})
+        for scaling in ("delayed", "dynamic")
+    )
+    assert dynamic.seconds == delayed.seconds  # the speed of light is the same
+    assert 1.05 < dynamic.step_seconds / delayed.step_seconds < 1.2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quantize_lm_head": False}, {"quantize_kwargs": {"grad_weight": "bf16"}}], ids=str
+)
+def test_what_stays_in_high_precision_reaches_its_own_fraction(changes):
+    """More of its speed of light than products in low bits reach of theirs."""
+    low, mixed, plain = (
+        plan_of("qwen2.5-0.5b", 32, hardware=H200, **found) for found in (FP8, {**FP8, **changes}, {"quantize": "bf16"})
+    )
+    reached = [sum(p.seconds.values()) * p.tokens_per_step / p.step_seconds for p in (low, mixed, plain)]
+    assert reached[0] < reached[1] < reached[2]
 
 
 def test_bytes_of_quantizers():

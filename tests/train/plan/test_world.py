@@ -57,34 +57,39 @@ def measured(model: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("model", "column", "world", "options"),
+    ("model", "world", "options", "rate"),
     [
-        ("qwen2.5-0.5b", "1 GPU", 1, {}),
-        ("qwen2.5-0.5b", "2 GPUs, ZeRO-2", 2, {}),
-        ("qwen2.5-0.5b", "2 GPUs, DDP", 2, {"dp_replicate": 2}),
-        ("qwen2.5-7b", "1 GPU", 1, SEVEN),
-        ("qwen2.5-7b", "2 GPUs, ZeRO-2", 2, SEVEN),
-        ("qwen2.5-7b", "2 GPUs, --tp 2", 2, SEVEN | {"tp": 2, "micro_batch_size": 16, "batch_size": 32}),
+        ("qwen2.5-1.5b", 1, {"batch_size": 128, "micro_batch_size": 16}, 90960),
+        ("qwen2.5-1.5b", 2, {"batch_size": 256, "micro_batch_size": 16}, 179983),
+        ("qwen2.5-7b", 1, SEVEN | {"batch_size": 64, "micro_batch_size": 16}, 24211),
+        ("qwen2.5-7b", 2, SEVEN | ZERO3 | {"batch_size": 128, "micro_batch_size": 16}, 46052),
+        ("qwen2.5-7b", 2, SEVEN | {"batch_size": 128}, 45300),
     ],
 )
-def test_the_planned_step_is_the_measured_one(model, column, world, options):
-    """To 5%; 10% is asked for. The constants of the plan were fitted to these rows."""
-    plan = world_of(model, world, **{**FP8, "batch_size": 128 * world, "micro_batch_size": 32, **options})
-    assert plan.step(plan.mesh).rate == pytest.approx(measured(model)[column], rel=0.05)
+def test_the_planned_step_is_the_measured_one(model, world, options, rate):
+    """To 5%; 10% is asked for. H200s with a low-bit head: docs/distributed.md, to which nothing was fitted."""
+    plan = world_of(model, world, **{**FP8, "quantize_lm_head": True, **options})
+    assert plan.step(plan.mesh).rate == pytest.approx(rate, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "options", "rate"),
+    ("model", "column", "options"),
     [
-        ("qwen2.5-1.5b", 1, {"batch_size": 128, "micro_batch_size": 16}, 78275),
-        ("qwen2.5-1.5b", 2, {"batch_size": 256, "micro_batch_size": 16}, 154829),
-        ("qwen2.5-14b", 2, {**SEVEN, "batch_size": 64, **ZERO3}, 18620),
+        ("qwen2.5-0.5b", "2 GPUs, ZeRO-2", {}),
+        ("qwen2.5-0.5b", "2 GPUs, DDP", {"dp_replicate": 2}),
+        ("qwen2.5-7b", "2 GPUs, ZeRO-2", SEVEN),
+        ("qwen2.5-7b", "2 GPUs, --tp 2", SEVEN | {"tp": 2, "micro_batch_size": 16, "batch_size": 32}),
     ],
 )
-def test_the_planned_step_is_one_that_was_measured_afterwards(model, world, options, rate):
-    """Rows of the second table, to which nothing was fitted."""
-    plan = world_of(model, world, **{**FP8, **options})
-    assert plan.step(plan.mesh).rate == pytest.approx(rate, rel=0.05)
+def test_two_gpus_take_the_share_that_they_were_measured_to(model, column, options):
+    """Of twice one GPU. The constants of the exchange were fitted to these rows; products are faster since."""
+    two, one = (
+        world_of(model, n, **{**FP8, "batch_size": 128 * n, "micro_batch_size": 32, **chosen})
+        for n, chosen in ((2, options), (1, SEVEN if "7b" in model else {}))
+    )
+    rates = measured(model)
+    share = two.step(two.mesh).rate / (2 * one.step(one.mesh).rate)
+    assert share == pytest.approx(rates[column] / (2 * rates["1 GPU"]), abs=0.025)
 
 
 def test_full_sharding_takes_the_share_that_it_was_measured_to():
