@@ -138,6 +138,10 @@ def test_the_plan_is_of_the_phase_that_takes_most_memory():
     assert [phase.first_step for phase in plan.phases] == [0, 2]
     mean = [0.2 * a.seconds["blocks"] + 0.8 * b.seconds["blocks"] for a, b in [alone]]
     assert plan.seconds["blocks"] == pytest.approx(mean[0])
+    # What its time was measured on is said of the longest phase.
+    gpu = {"gpu": "h200", "dry_run": True, "compile": True, "device": "auto"}
+    plan = prepared(quantize="bf16", quantize_schedule=schedule, **gpu).plan
+    assert plan.sol_source == prepared(quantize="int8", **gpu).plan.sol_source != ""
 
 
 def test_each_scheme_is_checked_as_that_of_the_run():

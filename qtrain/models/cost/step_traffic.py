@@ -7,6 +7,7 @@ chunk of an MLP reads its weights, what is in host memory passes through the dev
 `between_products` is for each token, of a layer with C, I, QKV and b as in `saved_activations.py`:
 
     norms, with the sums before them    2·4·C·b forward: two tensors read, two written; 2·4·C·b backward: three read
+    norms before o_proj, down_proj      2·K·b forward, 3·K·b backward, of the K inputs of that linear
     rotary positions                    2·QKV·b in each pass
     SwiGLU                              3·I·b forward, 5·I·b backward
     quantizers                          what each reads, and the codes that it writes (`scheme_bytes.quantizer_bytes`)
@@ -56,6 +57,8 @@ def between_products(
     for name, count, _, linear in low_bit.linears(config):
         n = layers[name]
         rows, columns = n.active * n.out_features, n.active * n.in_features
+        if config.sub_norm and name in ("o_proj", "down_proj"):
+            total += count * 5 * columns * element
         total += count * (columns * linear.x_quantizer + rows * linear.dy_quantizer)
         if name.endswith("gate_up"):
             # Fused with both quantizers, SwiGLU's results are never in memory: not written, and not read again.

@@ -86,10 +86,11 @@ class LanguageRun:
         run = between_products(self.config, step, self.low_bit, self.adapters)
         if self.teacher is not None:  # a forward pass: a third, as `token_seconds` divides them
             run += between_products(self.teacher, plain, LowBitBytes.plain(step.element)) / 3
-        measured = replace(self, linears=[_as_measured(linear) for linear in self.linears], trained=None)
+        config, linears = replace(self.config, sub_norm=False), [_as_measured(linear) for linear in self.linears]
+        measured = replace(self, config=config, linears=linears, trained=None)
         return BetweenProducts(
             run=run,
-            measured=between_products(self.config, plain, measured.low_bit),
+            measured=between_products(config, plain, measured.low_bit),
             flops=asdict(flops_per_token(self.config, MEASURED_SEQUENCE)),
         )
 

@@ -4,6 +4,7 @@ with the mean time of all."""
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 
 from qtrain.quant import LinearChoice
 from qtrain.quant.scheme_map import spec_text
@@ -29,6 +30,7 @@ def plan_of_phases(
     planned = tuple(map(PlannedPhase, phases, firsts, map(tuple, linears), plans))
     shares = [(after - before) / n_steps for before, after in pairwise([*firsts, n_steps])]
     largest = max(plans, key=lambda plan: plan.memory_taken)
+    longest = max(zip(shares, plans, strict=True), key=itemgetter(0))[1]
     names = " > ".join(spec_text(phase.spec) for phase in phases)
     kinds = dict.fromkeys(kind for plan in plans for kind in plan.seconds)
     return replace(
@@ -37,6 +39,7 @@ def plan_of_phases(
         # Per token, so that the run's mean is that of the phases by their steps.
         seconds={kind: sum(s * p.seconds.get(kind, 0.0) for s, p in zip(shares, plans, strict=True)) for kind in kinds},
         step_seconds=sum(share * plan.step_seconds for share, plan in zip(shares, plans, strict=True)),
+        sol_source=longest.sol_source if all(plan.sol_source for plan in plans) else "",
         emulated=tuple(dict.fromkeys(name for plan in plans for name in plan.emulated)),
         phases=planned,
     )

@@ -86,6 +86,8 @@ class Plan:
     step_seconds: float = 0.0
     """Of a step on one GPU, to compare settings with each other: computation at the fraction of the speed of light that
     was measured, and what moves because of settings that only move memory."""
+    sol_source: str = ""
+    """Of which runs that fraction is; "": of none that are like this one."""
     advice: tuple[str, ...] = ()
     """What to change where it does not fit, or where much memory is free."""
     within: Callable[[float], str | None] = lambda _: None
@@ -203,14 +205,27 @@ class Plan:
             return []
         fastest = self.geometry.devices / sum(self.seconds.values())  # tokens per second of all devices
         shares = ", ".join(f"{kind} {100 * s / sum(self.seconds.values()):.0f}%" for kind, s in self.seconds.items())
+        time = f"{duration(tokens / fastest)} at the speed of light ({self._rate(fastest)}){self._slower(fastest)}"
         return [
             ("compute", f"{short_number(sum(self.flops.values()))}FLOP {self.unit.one}; of the shortest time {shares}"),
-            (
-                "time",
-                f"{duration(tokens / fastest)} at the speed of light ({short_number(fastest)} {self.unit.per_second}); "
-                f"{duration(2 * tokens / fastest)} at half of it",
-            ),
+            ("time", time),
         ]
+
+    def _slower(self, fastest: float) -> str:
+        """How long the run may take, beside its time at `fastest` tokens per second."""
+        if self.world:  # its own rows say
+            return ""
+        if not self.sol_source:
+            return f"; {duration(2 * self.n_steps * self.tokens_per_step / fastest)} at half of it"
+        rate = self.tokens_per_step / self.step_seconds
+        exchange = ", without what devices send each other" * (self.geometry.devices > 1)
+        return (
+            f"; {duration(self.n_steps * self.step_seconds)} at {100 * rate / fastest:.0f}% of it ({self._rate(rate)}; "
+            f"{self.sol_source}){exchange}"
+        )
+
+    def _rate(self, rate: float) -> str:
+        return f"{short_number(rate)} {self.unit.per_second}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +324,7 @@ def _with_figures(
         assert plan.parameters is not None  # as all figures need them
         sol, source = measured_sol(plan.unit, plan.parameters, low_bit=low_bit, moe=figures.moe)
         source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
+    is_like_measured = settings.compile and not (hardware.measured or plan.emulated)
     passes, world = figures.passes(by_kind, hardware, dtype, samples, sol), None
     if settings.world_size is not None:
         world = WorldPlan(
@@ -334,6 +350,7 @@ def _with_figures(
         apart=peak.apart,
         host=peak.host,
         step_seconds=sum(passes) + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth) + waits,
+        sol_source=source if settings.sol is not None or is_like_measured else "",
         world=world,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -384,6 +385,34 @@ def test_the_printed_plan():
         assert part in text, part
     assert "does not fit" not in text
     assert found.settings_in_force(LanguageSettings(batch_size=16)).gradient_accumulation == 4
+
+
+def time_of(**changes) -> str:
+    return next(line for line in plan_of(batch_size=32, n_steps=1000, **changes).lines() if line.startswith("time"))
+
+
+def test_the_time_of_a_run_is_that_of_measured_ones():
+    """0.165 s a step of `int8` with a low-bit head on an H200 (docs/results/train_steps.json), planned to 10%."""
+    text = time_of(compile=True, quantize_lm_head=True)
+    figures = re.search(r"; (\d)m (\d\d)s at (\d\d)% of it \((\d+)k tok/s; measured", text).groups()
+    minutes, seconds, share, rate = map(int, figures)
+    assert 60 * minutes + seconds == pytest.approx(165, rel=0.1)
+    assert rate == pytest.approx(198.7, rel=0.1) and share == pytest.approx(33, abs=3)
+    assert text.endswith("; measured on one H200, Qwen2.5 of 0.5B to 7B in fp8_tensorwise)")
+    other = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+    assert time_of(compile=True, hardware=other).endswith("; assumed of NVIDIA H100 80GB HBM3)")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"compile": False}, {"compile": True, "quantize": "nvfp4"}, {"compile": True, "hardware": "measured"}],
+    ids=str,
+)
+def test_the_time_of_a_run_unlike_measured_ones(changes):
+    """Not compiled, emulated, or on a device without a datasheet."""
+    if "hardware" in changes:
+        changes = {**changes, "hardware": dataclasses.replace(H200, measured=True)}
+    assert "measured on" not in (text := time_of(**changes)) and text.endswith("s at half of it")
 
 
 def test_a_plan_that_does_not_fit_says_so_and_what_helps():

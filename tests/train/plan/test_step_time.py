@@ -108,6 +108,16 @@ def test_what_stays_in_high_precision_reaches_its_own_fraction(changes):
     assert reached[0] < reached[1] < reached[2]
 
 
+def test_norms_before_projections_take_time():
+    """Each of a layer's 896 + 4,864 inputs of them is read or written five times, at 88% of 4.8 TB/s."""
+    plain, normed = (
+        plan_of("qwen2.5-0.5b", 16, hardware=H200, quantize="bitnet", quantize_kwargs={"sub_norm": chosen})
+        for chosen in (False, True)
+    )
+    seconds = 24 * 16384 * 5 * 2 * (896 + 4864) / (0.88 * 4.8e12)
+    assert normed.step_seconds - plain.step_seconds == pytest.approx(seconds, rel=0.01)
+
+
 def test_bytes_of_quantizers():
     delayed, dynamic = (SCHEMES.make("fp8_tensorwise", {"scaling": s}, "") for s in ("delayed", "dynamic"))
     assert quantizer_bytes(delayed, "x", 2, frozen=False) == 2 + 1 + 1
