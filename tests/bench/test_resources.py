@@ -15,9 +15,12 @@ def test_every_cell_is_what_fits_or_a_dash():
     table = resource_table(ResourceSettings(models=MODEL, cards="4090"))
     small = [cells["4090, 24 GiB"] for cells in table.rows.values()]
     assert len(small) == len(METHODS) and all(0 < cell.details["gib"] < 23.5 for cell in small)
-    large = _cell(planned("qwen2.5-14b", "full, FP8", "4090", 1024))  # weights, gradients and states of 2 bytes each
-    assert large.details["host_gib"] == pytest.approx(4 * 2 * 14.77e9 / 2**30, rel=0.01)
-    assert f" o w, {large.details['gib']:.1f} + {large.details['host_gib']:.1f}, " in large.text
+    plan, settings = planned("qwen2.5-14b", "full, FP8", "4090", 1024)
+    large, inputs = _cell((plan, settings)), plan.host["residuals"]
+    # Weights, gradients and states of 2 bytes each, and the inputs of all layers but one.
+    assert inputs == settings.micro_batch_size * 1024 * 5120 * 2 * 47
+    assert large.details["host_gib"] == pytest.approx((4 * 2 * 14.77e9 + inputs) / 2**30, rel=0.01)
+    assert f" o r w, {large.details['gib']:.1f} + {large.details['host_gib']:.1f}, " in large.text
     assert _cell(None).text == "-"
 
 

@@ -74,6 +74,7 @@ def plan_language_run(
             run.low_bit,
             own_trained or all_of(own_config, checked.dtype.itemsize),
         ),
+        update_bytes=run.update_bytes(),
         traffic=functools.partial(language_traffic, run),
         resharding=settings.reshard_after_forward,
     )

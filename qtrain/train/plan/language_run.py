@@ -94,22 +94,26 @@ class LanguageRun:
             flops=asdict(flops_per_token(self.config, MEASURED_SEQUENCE)),
         )
 
-    def memory(self) -> MemoryEstimate:
-        """Bytes by kind at each moment of a step."""
-        checked, model_config, adapted = self.checked, self.config, bool(self.adapters)
-        trained = self.trained or all_of(model_config, checked.dtype.itemsize)
+    @property
+    def trained_in_full(self) -> TrainedPart:
+        """What trains."""
+        return self.trained or all_of(self.config, self.checked.dtype.itemsize)
+
+    @cached_property
+    def shapes(self) -> list[ParameterShape]:
+        """Of what the optimizer steps."""
         # Optimizer states of weights stored in low bits have no fp32 master.
         stored: Counter[tuple[int, ...]] = Counter(
-            linear.shape for linear in self.linears if linear.stored and not linear.is_head and not adapted
+            linear.shape for linear in self.linears if linear.stored and not linear.is_head and not self.adapters
         )
-        moved = "gradients" in checked.offload
+        moved = "gradients" in self.checked.offload
 
         def comes_and_goes(found: ParameterGroup) -> bool:
             """A tied embedding does not."""
-            return len(found.shape) > 1 and (found.hidden or not model_config.tie_word_embeddings)
+            return len(found.shape) > 1 and (found.hidden or not self.config.tie_word_embeddings)
 
         shapes = []
-        for found in trained.shapes:
+        for found in self.trained_in_full.shapes:
             in_low_bits = min(stored[found.shape], found.count) if found.hidden else 0
             stored[found.shape] -= in_low_bits
             shapes += [
@@ -117,6 +121,18 @@ class LanguageRun:
                 for count, is_stored in ((in_low_bits, True), (found.count - in_low_bits, False))
                 if count
             ]
+        return shapes
+
+    def update_bytes(self) -> float:
+        """That an optimizer's step reads and writes in device memory: states and weights both ways, gradients for their
+        norm and for the update."""
+        trained = self.trained_in_full
+        return 2 * self.checked.optimizer.state_bytes(self.shapes, trained.element) + 4 * trained.bytes
+
+    def memory(self) -> MemoryEstimate:
+        """Bytes by kind at each moment of a step."""
+        checked, model_config, adapted = self.checked, self.config, bool(self.adapters)
+        trained, shapes = self.trained_in_full, self.shapes
         optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
         # Codes are all that is read of these weights: where masters are sharded, there is no full one.
         codes_only = {n.shape for n in self.linears if n.scheme and reads_codes_only(n.scheme) and not adapted}

@@ -251,6 +251,8 @@ class Figures:
     """Of an embedding that --offload weights has in host memory."""
     moved_bytes: float = 0.0
     """Of a GPU's memory in a step, because of settings that only move memory (`models/cost/step_traffic.py`)."""
+    update_bytes: float = 0.0
+    """That the optimizer's step reads and writes on one GPU; 0: its time is part of the measured fraction."""
     traffic: Callable[[], Traffic]
     """The communication of a step on any mesh; asked with --world_size only."""
     resharding: str = "never"
@@ -324,8 +326,9 @@ def _with_figures(
         assert plan.parameters is not None  # as all figures need them
         sol, source = measured_sol(plan.unit, plan.parameters, low_bit=low_bit, moe=figures.moe)
         source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
-    is_like_measured = settings.compile and not (hardware.measured or plan.emulated)
-    passes, world = figures.passes(by_kind, hardware, dtype, samples, sol), None
+    bandwidth = BANDWIDTH_REACHED * hardware.memory_bandwidth
+    passes, update = figures.passes(by_kind, hardware, dtype, samples, sol), figures.update_bytes / bandwidth
+    world = None
     if settings.world_size is not None:
         world = WorldPlan(
             mesh=checked.mesh,
@@ -335,11 +338,14 @@ def _with_figures(
             traffic=figures.traffic(),
             memory_on=figures.memory_on,
             resharding=figures.resharding,
-            work=Work(samples, settings.cp // settings.sequence_parts, plan.unit, sum(passes), sol, source),
+            work=Work(samples, settings.cp // settings.sequence_parts, plan.unit, sum(passes), update, sol, source),
         )
     micro_batches, link = plan.geometry.gradient_accumulation, hardware.host_bandwidth or math.inf
     forward, backward = (size / micro_batches for size in passes)
     waits = offload_seconds(peak.host, link, forward, backward, micro_batches, figures.embedding_bytes)
+    # Like those that were measured, which is for steps of elementwise optimizers.
+    whole = settings.optimizer_in_backward or checked.optimizer.needs_whole(hidden=True)
+    known = settings.compile and not (hardware.measured or plan.emulated or whole)
     return replace(
         plan,
         active=figures.active,
@@ -349,8 +355,8 @@ def _with_figures(
         moment=peak.moment,
         apart=peak.apart,
         host=peak.host,
-        step_seconds=sum(passes) + figures.moved_bytes / (BANDWIDTH_REACHED * hardware.memory_bandwidth) + waits,
-        sol_source=source if settings.sol is not None or is_like_measured else "",
+        step_seconds=sum(passes) + update / checked.mesh.shard + figures.moved_bytes / bandwidth + waits,
+        sol_source=source if settings.sol is not None or known else "",
         world=world,
     )
 

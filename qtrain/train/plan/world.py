@@ -77,6 +77,8 @@ class Work:
     unit: SampleUnit
     seconds: float
     """Of computation."""
+    update: float
+    """Of the optimizer's step, on one GPU."""
     sol: float
     """The fraction of the speed of light that `seconds` assumes."""
     sol_source: str
@@ -111,16 +113,17 @@ class WorldPlan:
         memory = self.hardware.memory_taken(self.memory_on(mesh, False).reserved)
         reshards = resharded(self.resharding, mesh, memory, self.hardware.memory_bytes)
         costs = self.traffic.costs(mesh, self.cluster, reshards)
+        update = self.work.update / mesh.tp
         return SizedStep(
             mesh=mesh,
             reshards=reshards,
             memory=self.hardware.memory_taken(self.memory_on(mesh, True).reserved) if reshards else memory,
             costs=costs,
-            compute=self.compute,
+            compute=self.compute + update / mesh.shard,
             exposed=exposed_seconds(costs, self.compute, reshards),
             overhead=exchange_overhead(self.traffic, mesh, reshards) + tp_overhead(self.compute, mesh.tp),
             samples=self.work.samples / self.work.repeats,
-            alone=self.compute / self.work.repeats,
+            alone=(self.compute + update) / self.work.repeats,
         )
 
     def rows(self, n_steps: int) -> list[tuple[str, str]]:

@@ -327,7 +327,9 @@ def test_each_name_of_offload_moves_its_bytes():
         assert plan.host == {name: element * size}
         staged = plan.memory["optimizer"] - (8 - element) * size
         assert 0.8 * 3 * 2**28 < staged <= 3 * 2**28
-        assert plan.step_seconds - whole.step_seconds == pytest.approx(element * size / 5e10)
+        # They cross the link, where the optimizer's step read and wrote them in the device's memory.
+        saved = 2 * (element * size - staged) / (0.88 * HOST.memory_bandwidth)
+        assert plan.step_seconds - whole.step_seconds == pytest.approx(element * size / 5e10 - saved)
     assert moved("m", "v", "master").host == {"m": 2 * size, "v": 2 * size, "master": 4 * size}
     residuals = 8 * 1024 * config.hidden_size * 2 * (config.num_hidden_layers - 1)
     for mode in ("none", "full"):

@@ -63,7 +63,6 @@ def measured(model: str) -> dict[str, float]:
         ("qwen2.5-1.5b", 2, {"batch_size": 256, "micro_batch_size": 16}, 179983),
         ("qwen2.5-7b", 1, SEVEN | {"batch_size": 64, "micro_batch_size": 16}, 24211),
         ("qwen2.5-7b", 2, SEVEN | ZERO3 | {"batch_size": 128, "micro_batch_size": 16}, 46052),
-        ("qwen2.5-7b", 2, SEVEN | {"batch_size": 128}, 45300),
     ],
 )
 def test_the_planned_step_is_the_measured_one(model, world, options, rate):
@@ -123,7 +122,7 @@ def test_worlds_of_shared_sequences():
     whole, plan = world_of("qwen2.5-7b", 4, **long), world_of("qwen2.5-7b", 16, cp=4, **long)
     assert [mesh.world for mesh in plan.meshes()][:2] == [4, 8] and plan.mesh.readers == 4
     one, many = (p.step(p.mesh) for p in (whole, plan))
-    assert many.compute == pytest.approx(one.compute / 4) and many.seconds < 0.4 * one.seconds
+    assert plan.compute == pytest.approx(whole.compute / 4) and many.seconds < 0.4 * one.seconds
     kinds = [p.memory_on(p.mesh, False).kinds for p in (whole, plan)]
     assert kinds[1]["activations"] == pytest.approx(kinds[0]["activations"] / 4, rel=0.05)
     assert kinds[1]["weights"] == kinds[0]["weights"]
@@ -226,7 +225,9 @@ def test_the_table_keeps_the_work_of_a_gpu():
     assert plan.work.samples == 32 * 1024
     assert [mesh.world for mesh in plan.meshes()] == [1, 2, 4, 8, 16, 32, 48, 64, *(2**n for n in range(7, 13))]
     steps = [plan.step(mesh) for mesh in plan.meshes()]
-    assert {step.compute for step in steps} == {plan.compute} and steps[0].efficiency == 1
+    updates = [plan.work.update / step.mesh.shard for step in steps]  # ZeRO-2: each rank steps its shard
+    assert [step.compute for step in steps] == pytest.approx([plan.compute + update for update in updates])
+    assert updates[0] > 47 * updates[6] > 0 and steps[0].efficiency == 1
     seconds, memory = [step.seconds for step in steps], [step.memory for step in steps]
     assert seconds == sorted(seconds) and memory == sorted(memory, reverse=True)
     lines = plan.table()
