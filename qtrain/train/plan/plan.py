@@ -84,8 +84,8 @@ class Plan:
     host: Mapping[str, int] = field(default_factory=dict)
     """Bytes of pinned host memory, by the names of --offload."""
     step_seconds: float = 0.0
-    """Of a step on one GPU, to compare settings with each other: computation at the fraction of the speed of light that
-    was measured, and what moves because of settings that only move memory."""
+    """Of a step on one GPU: computation at the fraction of the speed of light that was measured, the optimizer's step,
+    and what moves because of settings that only move memory."""
     sol_source: str = ""
     """Of which runs that fraction is; "": of none that are like this one."""
     advice: tuple[str, ...] = ()
@@ -252,7 +252,7 @@ class Figures:
     moved_bytes: float = 0.0
     """Of a GPU's memory in a step, because of settings that only move memory (`models/cost/step_traffic.py`)."""
     update_bytes: float = 0.0
-    """That the optimizer's step reads and writes on one GPU; 0: its time is part of the measured fraction."""
+    """That the optimizer's step reads and writes on one GPU; 0: its time is part of the fraction that was measured."""
     traffic: Callable[[], Traffic]
     """The communication of a step on any mesh; asked with --world_size only."""
     resharding: str = "never"
@@ -327,8 +327,9 @@ def _with_figures(
         sol, source = measured_sol(plan.unit, plan.parameters, low_bit=low_bit, moe=figures.moe)
         source += "" if "H200" in hardware.name else f"; assumed of {hardware.name}"
     bandwidth = BANDWIDTH_REACHED * hardware.memory_bandwidth
-    passes, update = figures.passes(by_kind, hardware, dtype, samples, sol), figures.update_bytes / bandwidth
-    world = None
+    # A user's fraction is of the whole step, as the log of a run tells it.
+    update = figures.update_bytes / bandwidth if settings.sol is None else 0.0
+    passes, world = figures.passes(by_kind, hardware, dtype, samples, sol), None
     if settings.world_size is not None:
         world = WorldPlan(
             mesh=checked.mesh,
@@ -343,7 +344,7 @@ def _with_figures(
     micro_batches, link = plan.geometry.gradient_accumulation, hardware.host_bandwidth or math.inf
     forward, backward = (size / micro_batches for size in passes)
     waits = offload_seconds(peak.host, link, forward, backward, micro_batches, figures.embedding_bytes)
-    # Like those that were measured, which is for steps of elementwise optimizers.
+    # As the measured steps were: compiled, on tensor cores, all parameters stepped at once by an elementwise optimizer.
     whole = settings.optimizer_in_backward or checked.optimizer.needs_whole(hidden=True)
     known = settings.compile and not (hardware.measured or plan.emulated or whole)
     return replace(

@@ -1,10 +1,11 @@
 """How long a step takes on N GPUs: one GPU's computation, what the exchange adds to it, and what of that is exposed.
 
-The speed of light is the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype. Training in full ran
-at a fraction of it that was measured on one H200. Of that time attention has a rate of its own, and what is read and
-written between products takes its bytes over the bandwidth. The rest is the products', whose fraction of the speed of
-light another GPU, and a model that is larger than the measured ones, are assumed to reach too. So adapters save a third
-of the products' time but nothing of the rest, and a GPU of less bandwidth is slower.
+The speed of light is the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype. Training in full,
+without the optimizer's step, ran at a fraction of it that was measured on one H200. Of that time attention has a rate
+of its own, and what is read and written between products takes its bytes over the bandwidth. The rest is the products',
+whose fraction of the speed of light another GPU, and a model that is larger than the measured ones, are assumed to
+reach too. So adapters save a third of the products' time but nothing of the rest, schemes that read more take longer,
+and a GPU of less bandwidth is slower.
 
 The exchange's own cost apart from the wire, copies in memory and launches from Python, was measured on two H200s.
 """

@@ -100,6 +100,8 @@ def test_full_sharding_takes_the_share_that_it_was_measured_to():
 def test_computation_is_slower_than_light_by_the_given_fraction_and_recomputes():
     plan = world_of("qwen2.5-7b", 8, sol=0.5, **FP8)
     assert plan.work.sol == 0.5 and plan.work.sol_source == "--sol"
+    # The fraction that a log tells is of the whole step.
+    assert plan.work.update == 0 < world_of("qwen2.5-7b", 8, **FP8).work.update
     assert world_of("qwen2.5-7b", 8, sol=0.25, **FP8).compute == pytest.approx(2 * plan.compute)
     again = world_of("qwen2.5-7b", 8, sol=0.5, activation_checkpointing="full", **FP8).compute / plan.compute
     assert 1.25 < again < 4 / 3  # all but the head
