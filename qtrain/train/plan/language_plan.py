@@ -11,7 +11,7 @@ from qtrain.models.cost.memory import Peak
 from qtrain.models.cost.parameters import count_parameters, flops_per_token, forward_again, layer_linears, linear_key
 from qtrain.models.cost.step_traffic import moved_bytes
 from qtrain.models.cost.teacher import teacher_flops
-from qtrain.models.cost.trained import TrainedPart, all_of
+from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
@@ -46,11 +46,14 @@ def plan_language_run(
     per_layer, counted = layer_linears(model_config), count_parameters(model_config)
     own_config = local_config(model_config, settings.tp, settings.ep, reserves_every_routing(settings))
     run = LanguageRun(checked, model_config, linears, trained, teacher)
+    # Of one rank; without --tp and --ep the same, whose bytes are counted once.
     own_trained = None if trained is None else trained.on_rank(settings.ep)
+    own = run if own_config == model_config else replace(run, config=own_config, trained=own_trained)
 
     def memory_on(mesh: Mesh, reshards: bool) -> Peak:
-        on_mesh = replace(checked, mesh=mesh, reshards=reshards)
-        return replace(run, checked=on_mesh, config=own_config, trained=own_trained).memory().at_peak
+        here = (mesh, reshards) == (checked.mesh, checked.reshards)
+        on_mesh = own if here else replace(own, checked=replace(checked, mesh=mesh, reshards=reshards))
+        return on_mesh.memory().at_peak
 
     flops = flops if trained is None else trained.flops(flops)
     if teacher is not None:
@@ -72,7 +75,7 @@ def plan_language_run(
             run.step_shape,
             checked.geometry.gradient_accumulation,
             run.low_bit,
-            own_trained or all_of(own_config, checked.dtype.itemsize),
+            own.trained_in_full,
         ),
         update_bytes=run.update_bytes(),
         traffic=functools.partial(language_traffic, run),

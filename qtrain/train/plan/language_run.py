@@ -24,7 +24,7 @@ from qtrain.models.cost.weight_memory import ONE_GPU, RankShare
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import SCHEMES, LinearChoice, LowBitScheme
+from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.adapted_linear import writes_rows_between
 from qtrain.quant.execute import rowwise_swiglu, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only
@@ -254,7 +254,7 @@ class LanguageRun:
 def _as_measured(linear: LinearChoice) -> LinearChoice:
     """In the scheme of the measured runs: codes of tensors whose scales are known before they are read."""
     low_bit = linear.scheme is not None and set(linear.scheme.gemm_dtypes().values()) - {"bf16"}
-    return replace(linear, scheme=SCHEMES.make(*MEASURED_SCHEME, "") if low_bit else None)
+    return replace(linear, scheme=MEASURED_SCHEME if low_bit else None)
 
 
 def _is_sent_alone(shape: ParameterShape, element: int) -> bool:

@@ -13,14 +13,14 @@ The exchange's own cost apart from the wire, copies in memory and launches from 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from qtrain.core.hardware.device import Hardware, datasheet_hardware
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant import SCHEMES, LinearChoice, LowBitScheme
 from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
 from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
@@ -103,8 +103,8 @@ class Measured:
 
 MEASURED_GPU, MEASURED_SEQUENCE = "h200", 1024
 """The GPU, and tokens a sequence, of the measurements below."""
-MEASURED_SCHEME: tuple[str, Mapping[str, Any]] = "fp8_tensorwise", {"scaling": "delayed"}
-"""Their scheme in low bits, and its options. What another one's quantizers move beyond it takes time of its own."""
+MEASURED_SCHEME = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "")
+"""Their scheme in low bits. What another one's quantizers move beyond it takes time of its own."""
 
 MEASURED = {
     # docs/results/train_steps.json, less the optimizer's step: compiled, sequence 1024.
