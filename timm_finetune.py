@@ -87,7 +87,7 @@ def train(settings: VisionSettings) -> None:
     if augmentation.crop_pct is not None:
         image = {**image, "crop_pct": augmentation.crop_pct}
     transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
-    maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
+    maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size, checked.dtype)
     for read in filter(None, (images, eval_images)):
         read.check()
     start.mark("data")

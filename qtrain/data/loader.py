@@ -1,7 +1,8 @@
 """Prefetching: micro-batches are produced ahead of the training loop by threads or processes, and handed out in order.
 
 The position that comes with a batch is the one right after it, however far a producer has run ahead, so a run resumes
-exactly. A process sends a batch as the shapes and dtypes of its tensors, then their bytes, which are received in place.
+exactly. A process sends a batch as the shapes and dtypes of its tensors, then their bytes, which are received in place:
+where there is a GPU in pinned memory, from which they are copied to it while it computes.
 
 Of text (`Loader`) there is one producer per rank. It reads, tokenizes and packs the samples of all ranks and keeps
 every `ranks`-th micro-batch: the order of samples, and every position, are the same for any number of ranks and
@@ -14,6 +15,7 @@ whatever the main thread is doing, such as writing a checkpoint.
 
 import atexit
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -26,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Self, TypeVar
 
-import numpy as np
 import torch
 
 from qtrain.core.errors import UserError
@@ -37,6 +38,9 @@ from qtrain.data.stream import Stream
 Item = tuple[TensorBatch, dict[str, Any]]  # A batch and the position right after it
 
 T = TypeVar("T")
+
+PIPE_BYTES = 1 << 20
+"""That a pipe from a process holds, the most that Linux allows. The default is 64 KiB: a batch of images is 600."""
 
 
 class PrefetchThread(Generic[T]):
@@ -103,6 +107,8 @@ class PrefetchProcess(PrefetchThread[Item]):
         # The child imports the module of `produce` by name, so that is a function of a module.
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
         receiver, sender = context.Pipe(duplex=False)
+        with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on Linux
+            fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = context.Process(
             target=_serve, args=(sender, pickle.dumps((produce, args))), name="data", daemon=True
         )
@@ -177,15 +183,29 @@ def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> N
     # Shapes and dtypes first; the bytes follow, one message a tensor.
     sender.send((batch.each(lambda t: t.to("meta")), position))
     for tensor in batch.tensors():
-        sender.send_bytes(tensor.contiguous().numpy().data.cast("B"))
+        rest = _bytes_of(tensor.contiguous())
+        while rest:
+            rest = rest[os.write(sender.fileno(), rest) :]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _receive(receiver: Connection) -> Iterator[Item]:
+    pin = torch.cuda.is_available()
+
     def filled(shape: torch.Tensor) -> torch.Tensor:
-        # Received in place: one copy, from the pipe.
-        array = np.empty(shape.shape, torch.empty(0, dtype=shape.dtype).numpy().dtype)
-        receiver.recv_bytes_into(array.data.cast("B"))
-        return torch.from_numpy(array)
+        # Pinned memory is reused, so that its pages are there. Not by `recv_bytes_into`: for each piece that the pipe
+        # holds it allocates all that is left, and it copies twice.
+        tensor = torch.empty(shape.shape, dtype=shape.dtype, pin_memory=pin)
+        rest = _bytes_of(tensor)
+        while rest:
+            received = os.readv(receiver.fileno(), [rest])
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return tensor
 
     while True:
         try:

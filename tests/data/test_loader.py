@@ -14,7 +14,7 @@ import torch
 
 from qtrain.core.errors import UserError
 from qtrain.data.batch import IGNORED, Batch, Sample
-from qtrain.data.loader import Loader
+from qtrain.data.loader import PIPE_BYTES, Loader, PrefetchProcess
 from qtrain.data.stream import StreamContext, open_stream
 from tests.cases import sampled
 from tests.data.corpora import specs, write_raw
@@ -120,7 +120,7 @@ def test_a_producer_that_dies_is_noticed(datasets):
 
 FORGETFUL = """
 import os, signal, sys
-from qtrain.data.loader import Loader
+from qtrain.data.loader import PIPE_BYTES, Loader, PrefetchProcess
 from qtrain.data.stream import StreamContext, open_stream
 if __name__ == "__main__":
     loader = Loader(open_stream({spec!r}, StreamContext(100), "--train_ds"), 2, num_workers={num_workers})
@@ -150,8 +150,25 @@ def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_work
         time.sleep(0.05)
 
 
+def large_batches(rows):
+    """Each of its own kind: more bytes than a pipe holds, none, one element; the last of them in reverse order."""
+    for n in (rows, 0, 1):
+        yield Batch(torch.arange(8 * n).view(n, 8), torch.arange(8 * n).view(8, n).t(), None), {"n": n}
+
+
+def test_tensors_of_any_size_and_order_arrive():
+    producer = PrefetchProcess(large_batches, (PIPE_BYTES // 4,))
+    for expected, position in large_batches(PIPE_BYTES // 4):
+        batch, found = producer.get()
+        assert found == position and batch.doc_ids is None
+        assert torch.equal(batch.input_ids, expected.input_ids) and torch.equal(batch.labels, expected.labels)
+    producer.close()
+
+
 @pytest.mark.gpu
-def test_batches_are_pinned_for_the_gpu(datasets):
-    with Loader(open_stream(datasets["token"][0], StreamContext(10), FLAG), 2) as loader:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_for_the_gpu(datasets, num_workers):
+    stream = open_stream(datasets["token"][0], StreamContext(10), FLAG)
+    with Loader(stream, 2, num_workers=num_workers) as loader:
         batch, _ = next(loader)
     assert batch.input_ids.is_pinned() and batch.to("cuda", non_blocking=True).labels.is_cuda

@@ -52,10 +52,18 @@ class BatchMaker:
     """Produces the micro-batch of any index."""
 
     def __init__(
-        self, images: Images, transform: ImageTransform, mixer: Mixer, seed: int, micro_batch_size: int, batch_size: int
+        self,
+        images: Images,
+        transform: ImageTransform,
+        mixer: Mixer,
+        seed: int,
+        micro_batch_size: int,
+        batch_size: int,
+        dtype: torch.dtype = torch.float32,
     ):
+        """dtype: of the images, rounded to it last of all; that of the model halves what bf16 moves."""
         self.images, self.seed, self.micro_batch_size, self.batch_size = images, seed, micro_batch_size, batch_size
-        self._transform, self._mixer = transform, mixer
+        self._transform, self._mixer, self._dtype = transform, mixer, dtype
         self.per_epoch = len(images) // batch_size * (batch_size // micro_batch_size)  # micro-batches of whole batches
 
     def members(self, index: int) -> list[int]:
@@ -78,8 +86,8 @@ class BatchMaker:
                 tensors.append(self._augmented(i, image))
             seed_generators(self.seed, index, MIXING, len(self.images))  # mixing pairs images of one micro-batch
             labels = torch.from_numpy(self.images.labels[members])
-            batch = ImageBatch(*self._mixer(torch.stack(tensors), labels))
-        return batch, self.position(next_index)
+            mixed, targets = self._mixer(torch.stack(tensors), labels)
+        return ImageBatch(mixed.to(self._dtype), targets), self.position(next_index)
 
     def _augmented(self, i: int, image: Image.Image) -> Tensor:
         """Image i as the model's input. UserError naming the image and the policy where a transform fails."""

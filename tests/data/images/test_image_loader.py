@@ -25,9 +25,9 @@ def images(tmp_path):
     return open_images({"type": "image_folder", "path": str(write_folder(tmp_path / "images"))}, "--train_ds")
 
 
-def maker(images, options=None, seed=1, micro=2, batch=4) -> BatchMaker:
+def maker(images, options=None, seed=1, micro=2, batch=4, dtype=torch.float32) -> BatchMaker:
     chosen = make_augmentation(options)
-    return BatchMaker(images, ImageTransform(CONFIG, chosen), Mixer(chosen, 3), seed, micro, batch)
+    return BatchMaker(images, ImageTransform(CONFIG, chosen), Mixer(chosen, 3), seed, micro, batch, dtype)
 
 
 def take(loader, count: int) -> list:
@@ -82,6 +82,16 @@ def test_processes_make_what_threads_make(images, num_workers):
         if not num_workers:  # each process raises its own
             with pytest.raises(StopIteration):
                 next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_images_of_another_dtype_are_the_same_rounded(images, num_workers):
+    expected = [batch.images.bfloat16() for batch, _ in take(ImageLoader(maker(images, EVERYTHING)), 3)]
+    rounded = maker(images, EVERYTHING, dtype=torch.bfloat16)
+    found = [batch for batch, _ in take(ImageLoader(rounded, num_workers=num_workers), 3)]
+    for batch, true in zip(found, expected, strict=True):
+        assert batch.images.dtype == torch.bfloat16 and torch.equal(batch.images, true)
+        assert batch.targets.dtype == torch.float32
 
 
 def test_an_epoch_shows_every_image_once_in_a_new_order(images):
