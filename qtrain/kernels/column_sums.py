@@ -27,10 +27,10 @@ def column_sums_ref(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sum_rows(x):
+def sum_rows(x):
     """[R, C] -> [1, C], R a power of two, 128 at most: halves of the rows are added until one is left.
 
-    `sum_of_pairs` of the transpose needs up to 64 KiB of shared memory, this 4."""
+    `sum_of_pairs` of the transpose needs up to 64 KiB of shared memory, this 4; `tl.sum` takes more instructions."""
     for _ in tl.static_range(7):
         if x.shape[0] > 1:
             upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
@@ -52,20 +52,26 @@ def _column_sums_kernel(
         rows = start + row
         inside = (rows < m)[:, None] & (column < n)[None, :]
         total += tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-    tl.store(parts_ptr + part * n + column[None, :], _sum_rows(total), (column < n)[None, :])
+    tl.store(parts_ptr + part * n + column[None, :], sum_rows(total), (column < n)[None, :])
     if arrives_last(counter_ptr + block, parts):
         every = tl.arange(0, MOST_PARTS)[:, None]
         inside = (every < parts) & (column < n)[None, :]
         terms = tl.load(parts_ptr + every * n + column[None, :], inside, 0.0, cache_modifier=".cg")
-        tl.store(out_ptr + column[None, :], _sum_rows(terms), (column < n)[None, :])
+        tl.store(out_ptr + column[None, :], sum_rows(terms), (column < n)[None, :])
 
 
-def launch_column_sums(x: Tensor) -> Tensor:
-    """The kernel for `column_sums_ref`; x not empty, its rows contiguous, at most RESULTS blocks of columns."""
+def empty_sums(x: Tensor, wanted: bool = True) -> Tensor:
+    """Memory for the sums of the columns of x; none if they are not wanted."""
+    return x.new_empty(x.shape[1] if wanted else 0, dtype=torch.float32)
+
+
+def launch_column_sums(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The kernel for `column_sums_ref`; x not empty, its rows contiguous, at most RESULTS blocks of columns. out:
+    memory for the result."""
     m, n = x.shape
     blocks = triton.cdiv(n, COLUMNS)
     parts = min(triton.cdiv(m, ROWS), max(LEAST_PARTS, triton.cdiv(m, ROWS_A_CTA)), MOST_PARTS)
-    out = x.new_empty(n, dtype=torch.float32)
+    out = empty_sums(x) if out is None else out
     terms = x.new_empty(parts, n, dtype=torch.float32)
     _column_sums_kernel[(parts * blocks,)](
         x, terms, out, arrival_counters(x.device), m, n, x.stride(0), parts,
@@ -74,8 +80,13 @@ def launch_column_sums(x: Tensor) -> Tensor:
     return out
 
 
-@operator("column_sums", fake=lambda x: x.new_empty(x.shape[1], dtype=torch.float32))
+@operator("column_sums", fake=lambda x: empty_sums(x))
 def column_sums(x: Tensor) -> Tensor:
     """x [M, N] of any float dtype -> the sums of its columns, fp32 [N]."""
     takes = x.is_cuda and forced() != "ref" and x.numel() > 0 and x.stride(1) == 1
     return launch_column_sums(x) if takes and x.shape[1] <= RESULTS * COLUMNS else column_sums_ref(x)
+
+
+def column_sums_if(wanted: bool, x: Tensor) -> Tensor:
+    """`column_sums` of x, or none: fp32 [0]."""
+    return column_sums(x) if wanted else empty_sums(x, False)

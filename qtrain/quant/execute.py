@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from qtrain.core.maybe_none import MaybeNone
+from qtrain.kernels.column_sums import column_sums
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
@@ -104,33 +105,46 @@ Observe = Callable[[OperandRequest, Tensor, Operands], None]
 
 def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
     """The operands of t [M, K]; t itself for a GEMM in high precision, or one that does not run."""
+    return _observed_operands(t, request, False)[0]
+
+
+def quantize_with_sums(t: Tensor | GatheredRows, request: OperandRequest) -> tuple[Operands, Tensor]:
+    """`quantize_operands`, and the sums of t's columns, fp32 [K]: of dy, the gradient of a bias."""
+    operands, sums = _observed_operands(t, request, True)
+    return operands, column_sums(in_memory(t)) if sums is None else sums
+
+
+def _observed_operands(t: Tensor | GatheredRows, request: OperandRequest, sums: bool) -> tuple[Operands, Tensor | None]:
+    """The operands; and with `sums` those of t's columns where the same read of t gives them, else None."""
     if request.observe is None:
-        return _quantize_operands(t, request)
+        return _quantize_operands(t, request, sums)
     t = in_memory(t)
-    operands = _quantize_operands(t, request)
+    operands, total = _quantize_operands(t, request, sums)
     whole = request.exchange.whole(t, operands) if request.exchange is not None and request.exchanges else (t, operands)
     request.observe(request, *whole)
-    return operands
+    return operands, total
 
 
-def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
+def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest, sums: bool) -> tuple[Operands, Tensor | None]:
     if request.exchange is not None and request.exchanges:
-        return request.exchange.quantize(in_memory(t), request)
+        return request.exchange.quantize(in_memory(t), request), None
     rows, columns = request.formats
     if request.delayed is not None and (rows or columns):
-        return _delayed_operands(t, request, request.delayed)
+        return _delayed_operands(t, request, request.delayed, sums)
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
     if rows and columns and columns.sum_dim == 1:
         # Both layouts from one read of t, where a kernel has it; gathered rows are never in memory then.
-        return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups))
-    return operands_under_scale(in_memory(t), request, None)
+        return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups)), None
+    return operands_under_scale(in_memory(t), request, None), None
 
 
-def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed: DelayedScale) -> Operands:
+def _delayed_operands(
+    t: Tensor | GatheredRows, request: OperandRequest, delayed: DelayedScale, sums: bool
+) -> tuple[Operands, Tensor | None]:
     """With the tensorwise scale of earlier steps; the absmax of t is recorded for the next ones."""
     (rows, columns), rounding = request.formats, request.rounding
     # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
-    power_of_two, fmt, amax = request.scheme.power_of_two, (rows or columns).fmt, None
+    power_of_two, fmt, amax, total = request.scheme.power_of_two, (rows or columns).fmt, None, None
     source = t.source if isinstance(t, SoftmaxGradient) else None
     if source and not source.in_memory and writes_softmax_codes(request.scheme, request.needs, source.logits):
         x = t
@@ -141,8 +155,8 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     elif rows and columns:
         # The absmax comes with the codes, from the same read: the next steps' scale costs no pass of its own.
         x, index = with_index(t)
-        codes, codes_t, scale, amax = quantize_dual_delayed(
-            x, fmt, delayed.scale, *rounding, power_of_two, *index, request.held
+        codes, codes_t, scale, amax, total = quantize_dual_delayed(
+            x, fmt, delayed.scale, *rounding, power_of_two, *index, request.held, sums
         )
     else:
         x = in_memory(t)
@@ -155,9 +169,10 @@ def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest, delayed
     if delayed.amax is not None:
         # NaN where the absmax is not finite: given scales saturate, and an Inf must show in the product.
         scale = record_amax(delayed.amax, absmax(x) if amax is None else amax, scale)
-    return Operands(
+    operands = Operands(
         QuantizedTensor(codes, scale, rows) if rows else x, QuantizedTensor(codes_t, scale, columns) if columns else x
     )
+    return operands, total if sums else None
 
 
 def operands_under_scale(
@@ -187,32 +202,34 @@ def operands_under_scale(
 
 
 def quantize_swiglu_operands(
-    x: Tensor, dy: Tensor | None, request: OperandRequest, router_dots: bool = False
+    x: Tensor, dy: Tensor | None, request: OperandRequest, router_dots: bool = False, sums: bool = False
 ) -> SwiGLUOperands:
     """Quantize what a SwiGLU MLP computes between its GEMMs from x [M, 2I], fused where a kernel exists.
 
     Of "x": operands of swiglu(x) [M, I], the input of the down projection. Of "dy": operands of the gradient [M, 2I] of
-    x, given the gradient dy [M, I] of swiglu(x). router_dots: whether `router_dots_ref(dy, x)` is wanted too.
+    x, given the gradient dy [M, I] of swiglu(x). router_dots: whether `router_dots_ref(dy, x)` is wanted too. sums:
+    whether the sums of the tensor's columns are, the gradient of a bias.
     """
     if request.exchanges or request.observe is not None:
         # Scales may span ranks, which no fused kernel knows, or the tensor is looked at: it is quantized in memory.
-        t, dots = activation_dots(x, dy, router_dots)
-        return SwiGLUOperands(quantize_operands(t, request), dots)
+        return _operands_in_memory(x, dy, request, router_dots, sums)
     (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding
     power_of_two = request.scheme.power_of_two
     if delayed is not None and rows is not None and columns is not None and rows == columns:
-        codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
-            x, dy, rows.fmt, delayed.scale, *rounding, power_of_two, router_dots, request.held
+        codes, codes_t, scale, amax, dots, total = quantize_swiglu_delayed(
+            x, dy, rows.fmt, delayed.scale, *rounding, power_of_two, router_dots, request.held, sums
         )
         if delayed.amax is not None:
             scale = record_amax(delayed.amax, amax, scale)
         return SwiGLUOperands(
-            Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns)), dots
+            Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns)),
+            dots,
+            total if sums else None,
         )
-    # The fused kernel writes one format in both layouts; granularities may differ.
-    if rows is None or columns is None or not writes_swiglu_codes(request.scheme, request.name, request.needs):
-        t, dots = activation_dots(x, dy, router_dots)
-        return SwiGLUOperands(quantize_operands(t, request), dots)
+    # The fused kernel writes one format in both layouts; granularities may differ. It has no sums.
+    fused = writes_swiglu_codes(request.scheme, request.name, request.needs) and not sums
+    if rows is None or columns is None or not fused:
+        return _operands_in_memory(x, dy, request, router_dots, sums)
     codes, scale, codes_t, scale_t, dots = quantize_swiglu(
         x, dy, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two,
         *(request.groups or NO_GROUPS), router_dots,
@@ -220,6 +237,14 @@ def quantize_swiglu_operands(
     return SwiGLUOperands(
         Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)), dots
     )
+
+
+def _operands_in_memory(
+    x: Tensor, dy: Tensor | None, request: OperandRequest, router_dots: bool, sums: bool
+) -> SwiGLUOperands:
+    """`quantize_swiglu_operands` by quantizing the tensor itself."""
+    t, dots = activation_dots(x, dy, router_dots)
+    return SwiGLUOperands(quantize_operands(t, request), dots, column_sums(t) if sums else None)
 
 
 def writes_swiglu_codes(scheme: LowBitScheme, name: TensorName, needs: NeedsOperand = BOTH) -> bool:

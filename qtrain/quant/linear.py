@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.maybe_none import MaybeNone
-from qtrain.kernels.column_sums import column_sums
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
-from qtrain.quant.execute import Exchange, quantize_operands, writes_softmax_codes
+from qtrain.quant.execute import Exchange, quantize_operands, quantize_with_sums, writes_softmax_codes
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.quantizers import ReuseBuffers
 from qtrain.quant.scales import Reduce
@@ -69,8 +68,12 @@ class LowBitLinearFunction(torch.autograd.Function):
         linear, exchange = ctx.linear, ctx.linear.exchange
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
-        if needs_dx or needs_dw:
-            dy_request = linear.request("dy", NeedsOperand(needs_dx, needs_dw))
+        dy_request = linear.request("dy", NeedsOperand(needs_dx, needs_dw))
+        if needs_dbias:
+            # In fp32: a sum over all tokens in bf16 would lose the small terms.
+            (dy_grad_input, dy_grad_weight), sums = quantize_with_sums(dy, dy_request)
+            dbias = sums.to(ctx.weight_dtype)
+        elif needs_dx or needs_dw:
             dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
         if needs_dx:
             dx = linear.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)  # [M, K]
@@ -80,9 +83,6 @@ class LowBitLinearFunction(torch.autograd.Function):
             if exchange is not None:
                 x_grad_weight = exchange.regather(x_grad_weight, dy.shape[0])
             dw = linear.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)  # [N, K]
-        if needs_dbias:
-            # In fp32: a sum over all tokens in bf16 would lose the small terms.
-            dbias = column_sums(dy).to(ctx.weight_dtype)
         return dx, dw, dbias, None, None
 
 

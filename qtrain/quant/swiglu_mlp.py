@@ -21,7 +21,13 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.quantize.keep_8bit import FORMAT, GRANULARITY, keep_8bit, restore_8bit
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
-from qtrain.quant.execute import Exchange, quantize_operands, quantize_swiglu_operands, rowwise_swiglu
+from qtrain.quant.execute import (
+    Exchange,
+    quantize_operands,
+    quantize_swiglu_operands,
+    quantize_with_sums,
+    rowwise_swiglu,
+)
 from qtrain.quant.high_precision import linear_arguments
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import BOTH, NeedsOperand, RowwiseQuantization, SwiGLUOperands
@@ -53,6 +59,18 @@ class NeedsGradient(NamedTuple):
     x: bool
     up: bool
     down: bool
+    up_bias: bool = False
+    down_bias: bool = False
+
+
+class MLPBiases(NamedTuple):
+    """Of the two linears, [2I] and [N]."""
+
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+
+NO_BIASES = MLPBiases()
 
 
 class MLPSaved(NamedTuple):
@@ -85,10 +103,11 @@ def mlp_forward(
     needs: NeedsGradient,
     dtype: torch.dtype,
     memory: MLPMemory = KEEP_ALL,
+    biases: MLPBiases = NO_BIASES,
 ) -> tuple[Tensor, MLPSaved]:
-    """y [M, N] in dtype. With groups of rows the weights hold a matrix for each."""
+    """y [M, N] in dtype. With groups of rows the weights hold a matrix for each, and there are no biases."""
     x_output, x_grad_weight = x
-    gate_up = up.multiply("output", x_output, codes_or(up.weight.rows, w_up), dtype)  # [M, 2I]
+    gate_up = up.multiply("output", x_output, codes_or(up.weight.rows, w_up), dtype, biases.up)  # [M, 2I]
     rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
     column_amax = None
     if rowwise:
@@ -98,7 +117,7 @@ def mlp_forward(
         h_grad_weight = None
     else:
         request = down.request("x", NeedsOperand(True, needs.down))
-        (h_output, h_grad_weight), _ = quantize_swiglu_operands(gate_up, None, request)
+        h_output, h_grad_weight = quantize_swiglu_operands(gate_up, None, request).operands
     keeps_activation = needs.down and not memory.recomputes_activation
     kept, zero = kept_gate_up(gate_up) if memory.gate_up_8bit and any(needs) else (gate_up, None)
     operands = (
@@ -107,15 +126,20 @@ def mlp_forward(
         None if memory.gate_up_8bit else column_amax,
         codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
-        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,  # dh is what both need
+        codes_or(down.weight.columns, w_down) if needs_dh(needs) else None,
         h_grad_weight if keeps_activation else None,
     )
-    y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
+    y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype, biases.down)
     if zero is not None and torch.compiler.is_compiling():
         # Makes the result depend on `keep_8bit`, without which the partitioner would not keep its codes for backward.
         y = y + zero
     dtypes = w_up.dtype, w_down.dtype
     return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes, memory)
+
+
+def needs_dh(needs: NeedsGradient) -> bool:
+    """Whether backward computes the gradient of the activation, which all before it need."""
+    return needs.x or needs.up or needs.up_bias
 
 
 class MLPGradients(NamedTuple):
@@ -126,17 +150,23 @@ class MLPGradients(NamedTuple):
     down: Tensor | MaybeNone
     router_dots: Tensor | MaybeNone
     """`router_dots_ref` of the activation's gradient, if they are wanted."""
+    up_bias: Tensor | MaybeNone = None
+    """fp32."""
+    down_bias: Tensor | MaybeNone = None
+    """fp32."""
 
 
 def mlp_backward(
     saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient, router_dots: bool = False
 ) -> MLPGradients:
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes, memory = saved
-    needs_dh = needs.x or needs.up
-    dx = dup = ddown = dots = None
-    dy_request = down.request("dy", NeedsOperand(needs_dh, needs.down))
-    dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
-    if needs_dh:
+    dx = dup = ddown = dots = up_sums = down_sums = None
+    dy_request = down.request("dy", NeedsOperand(needs_dh(needs), needs.down))
+    if needs.down_bias:
+        (dy_grad_input, dy_grad_weight), down_sums = quantize_with_sums(dy, dy_request)
+    else:
+        dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
+    if needs_dh(needs):
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if memory.gate_up_8bit:
         gate_up = restored_gate_up(gate_up, dy.dtype)
@@ -146,12 +176,14 @@ def mlp_backward(
         h_grad_weight = _activation_columns(gate_up, down)
     if rowwise:
         # One kernel reads gate_up and dh once: dx codes in both layouts, and h's transposed codes from column_amax.
-        ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
-            gate_up, dh, column_amax, rowwise, up.block_groups, router_dots
+        ((grad_input, grad_weight), dots, up_sums), h_grad_weight = _rowwise_backward(
+            gate_up, dh, column_amax, rowwise, up.block_groups, router_dots, needs.up_bias
         )
-    elif needs_dh:
+    elif needs_dh(needs):
         request = up.request("dy", NeedsOperand(needs.x, needs.up))
-        (grad_input, grad_weight), dots = quantize_swiglu_operands(gate_up, dh, request, router_dots)
+        (grad_input, grad_weight), dots, up_sums = quantize_swiglu_operands(
+            gate_up, dh, request, router_dots, needs.up_bias
+        )
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
@@ -163,11 +195,12 @@ def mlp_backward(
             # Saved were the codes of this process's tokens alone.
             x_grad_weight = up.exchange.regather(x_grad_weight, dy.shape[0])
         dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
-    return MLPGradients(dx, dup, ddown, dots)
+    return MLPGradients(dx, dup, ddown, dots, up_sums, down_sums)
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
-    """y = swiglu(x · w_upᵀ) · w_downᵀ; the arguments of each linear as `LowBitLinear.arguments` gives them."""
+    """y = swiglu(x · w_upᵀ + b_up) · w_downᵀ + b_down; the arguments of each linear as `LowBitLinear.arguments` gives
+    them."""
 
     @staticmethod
     def forward(
@@ -175,14 +208,17 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         x: Tensor,  # [M, K]
         w_up: Tensor,  # [2I, K]
         w_down: Tensor,  # [N, I]
+        b_up: Tensor | None,  # [2I]
+        b_down: Tensor | None,  # [N]
         up: LinearArguments,
         down: LinearArguments,
         memory: MLPMemory,
         grad_enabled: bool,
     ) -> Tensor:
-        needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
+        needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:5]))
         operands = quantize_operands(x, up.request("x", NeedsOperand(True, needs.up)))
-        y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype, memory)
+        biases = MLPBiases(b_up, b_down)
+        y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype, memory, biases)
         save_operands(ctx, *saved.operands)
         ctx.mlp = saved._replace(operands=())  # tensors are in save_for_backward alone
         return y
@@ -190,8 +226,10 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         saved = ctx.mlp._replace(operands=saved_operands(ctx))
-        gradients = mlp_backward(saved, dy, NeedsGradient(*ctx.needs_input_grad[:3]))
-        return *gradients[:3], None, None, None, None
+        gradients = mlp_backward(saved, dy, NeedsGradient(*ctx.needs_input_grad[:5]))
+        sums = zip((gradients.up_bias, gradients.down_bias), saved.weight_dtypes, strict=True)
+        dbiases = (None if total is None else total.to(dtype) for total, dtype in sums)
+        return *gradients[:3], *dbiases, None, None, None, None
 
 
 def _rowwise(
@@ -220,34 +258,35 @@ def _activation_columns(gate_up: Tensor, down: LinearArguments) -> Operand:
     if down.x_scale is not None:  # forward has recorded its absmax
         down = down._replace(x_scale=down.x_scale._replace(amax=None))
     # Both layouts, which fused kernels write at once.
-    operands, _ = quantize_swiglu_operands(gate_up, None, down.request("x", BOTH))
-    return operands.columns
+    return quantize_swiglu_operands(gate_up, None, down.request("x", BOTH)).operands.columns
 
 
 def _rowwise_backward(
-    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP, groups: BlockGroups | None, router_dots: bool
+    gate_up: Tensor,
+    dh: Tensor,
+    column_amax: Tensor,
+    rowwise: RowwiseMLP,
+    groups: BlockGroups | None,
+    router_dots: bool,
+    sums: bool,
 ) -> tuple[SwiGLUOperands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise
-    codes, scale, codes_t, scale_t, h_codes_t, h_scale_t, dots = quantize_swiglu_backward(
+    codes, scale, codes_t, scale_t, h_codes_t, h_scale_t, dots, total = quantize_swiglu_backward(
         gate_up, dh, column_amax, gradient.fmt, *gradient.rounding, gradient.power_of_two,
         activation.fmt, activation.rounding.column_key, activation.rounding.role, activation.power_of_two,
-        *(groups or NO_GROUPS), router_dots,
+        *(groups or NO_GROUPS), router_dots, sums,
     )  # fmt: skip
     fmt = OperandFormat(gradient.fmt, "rowwise")
     operands = Operands(QuantizedTensor(codes, scale, fmt), QuantizedTensor(codes_t, scale_t, fmt))
     h_operand = QuantizedTensor(h_codes_t, h_scale_t, OperandFormat(activation.fmt, "rowwise"))
-    return SwiGLUOperands(operands, dots), h_operand
+    return SwiGLUOperands(operands, dots, total if sums else None), h_operand
 
 
 def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module, plain: bool = False) -> bool:
-    """Whether `swiglu_mlp` takes these two; a bias would need the gradient that is never materialized. plain: whether
-    linears in high precision count, which gain nothing but what `MLPMemory` asks."""
-
-    def takes(linear: nn.Module) -> bool:
-        return (isinstance(linear, LowBitLinear) or (plain and type(linear) is nn.Linear)) and linear.bias is None
-
-    return takes(gate_up) and takes(down)
+    """Whether `swiglu_mlp` takes these two. plain: whether linears in high precision count, which gain nothing but what
+    `MLPMemory` asks."""
+    return all(isinstance(m, LowBitLinear) or (plain and type(m) is nn.Linear) for m in (gate_up, down))
 
 
 def swiglu_mlp(
@@ -264,6 +303,8 @@ def swiglu_mlp(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,
+        gate_up.bias,
+        down.bias,
         up if exchange is None else up._replace(exchange=exchange),
         linear_arguments(down),
         memory,

@@ -49,10 +49,12 @@ class DelayedScale(NamedTuple):
 
 
 class SwiGLUOperands(NamedTuple):
-    """The operands of a tensor within a SwiGLU MLP. router_dots: see `quantize_swiglu`."""
+    """The operands of a tensor within a SwiGLU MLP. router_dots: see `quantize_swiglu`. sums: of its columns, fp32,
+    where they are wanted."""
 
     operands: Operands
     router_dots: Tensor
+    sums: Tensor | MaybeNone = None
 
 
 class RowwiseQuantization(NamedTuple):

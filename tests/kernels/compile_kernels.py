@@ -206,11 +206,22 @@ def dual_quantizers() -> Iterator[Case]:
                         zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
                         swiglu=True, dy=dy, router_dots=None if dy is None else zeros(256, 2, dtype=FP32),
                     )  # fmt: skip
+                    yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
+                        zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
+                        swiglu=True, dy=dy, column_sums=zeros(256 if dy is None else 512, dtype=FP32),
+                    )  # fmt: skip
             if fmt != "int8":
                 yield (
                     False,
                     lambda f=fmt, r=r: launch_dual_bf16x2(
-                        zeros(144, 272), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
+                        zeros(144, 272),
+                        f,
+                        "tensorwise",
+                        r,
+                        False,
+                        zeros(1, dtype=FP32),
+                        zeros(1, dtype=torch.int32),
+                        column_sums=zeros(272, dtype=FP32),
                     ),
                 )
         index = RowIndex(zeros(256, dtype=torch.int32))

@@ -15,9 +15,11 @@ from qtrain.models import (
     image_config,
     recompute_blocks,
     repeated_blocks,
+    vision_mlp,
 )
 from qtrain.models.cost.vision import vision_cost
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.models.vision_mlp import SwiGLUMLP, fuse_swiglu_mlps
+from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.quant.any_model import output_head
 
 timm = pytest.importorskip("timm")
@@ -159,3 +161,76 @@ def test_the_missing_package_is_named_be_it_timm_or_what_it_imports(monkeypatch)
                     patch.delitem(sys.modules, module)
             with pytest.raises(UserError, match=f"pip install {missing}"):
                 import_timm()
+
+
+# ---- SwiGLU MLPs -----------------------------------------------------------------------------------------------------
+
+GIANT = "vit_giant_patch14_dinov2"
+SMALL_GIANT = {"img_size": 28, "embed_dim": 96, "depth": 2, "num_heads": 3}
+
+
+def step_of(model, images):
+    """Logits, and the gradients by name."""
+    logits = model(images)
+    logits.square().sum().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def timm_and_ours(device, dtype):
+    """timm's model, and the one with other MLPs and the same weights."""
+    torch.manual_seed(0)
+    ours = build_vision_model(GIANT, SMALL_GIANT, 5, pretrained=False, device=device, dtype=dtype)
+    nn.init.normal_(ours.head.weight)
+    theirs = timm.create_model(GIANT, num_classes=5, **SMALL_GIANT).to(device, dtype)
+    theirs.load_state_dict(ours.state_dict())  # of the same names
+    return theirs, ours
+
+
+def test_a_swiglu_mlp_computes_what_that_of_timm_does():
+    theirs, ours = timm_and_ours(CPU, torch.float32)
+    assert [type(block.mlp) for block in ours.blocks] == 2 * [SwiGLUMLP]
+    images = torch.randn(2, 3, 28, 28)
+    (expected, grads), (found, found_grads) = step_of(theirs, images), step_of(ours, images)
+    assert torch.equal(found, expected) and all(torch.equal(found_grads[name], grads[name]) for name in grads)
+
+
+@pytest.mark.parametrize("scheme,kwargs", [("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"}), ("mxfp8", {})])
+def test_a_quantized_swiglu_mlp_is_one_function(scheme, kwargs, monkeypatch):
+    """Which trains biases too; codes are those of the two linears with timm's activation between them."""
+    calls = []
+    monkeypatch.setattr(vision_mlp, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(vision_mlp, "swiglu_mlp", lambda *a: calls.append(a) or swiglu_mlp(*a))
+    results = []
+    for model in timm_and_ours(CPU, torch.float32):
+        quantize_linears(model, SCHEMES.make(scheme, kwargs, "--quantize_kwargs"), seed=3)
+        torch.manual_seed(1)
+        results.append(step_of(model, torch.randn(2, 3, 28, 28)))
+    (expected, grads), (found, found_grads) = results
+    assert len(calls) == 2 and grads.keys() == found_grads.keys()
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    for name, grad in grads.items():
+        assert (found_grads[name] - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+def test_other_gated_mlps_are_left():
+    from timm.layers import GluMlp, SwiGLUPacked
+
+    others = [GluMlp(8, 16), SwiGLUPacked(8, 16, drop=0.1), SwiGLUPacked(8, 16, norm_layer=nn.LayerNorm)]
+    model = nn.Sequential(*others, SwiGLUPacked(8, 16, use_conv=True), SwiGLUPacked(8, 16, bias=False))
+    fuse_swiglu_mlps(model)
+    assert [type(m) is SwiGLUMLP for m in model] == [False, False, False, False, True]
+
+
+@pytest.mark.gpu
+def test_a_swiglu_mlp_on_gpu():
+    """A step with codes of both kernels' paths, beside timm's MLP with the same scheme."""
+    for scheme, kwargs in (("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"})):
+        results = []
+        for model in timm_and_ours(torch.device("cuda"), torch.bfloat16):
+            quantize_linears(model, SCHEMES.make(scheme, kwargs, "--quantize_kwargs"), seed=3)
+            torch.manual_seed(1)
+            results.append(step_of(model, torch.randn(16, 3, 28, 28, device="cuda", dtype=torch.bfloat16)))
+        (expected, grads), (found, found_grads) = results
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+        for name, grad in grads.items():
+            assert (found_grads[name] - grad).float().norm() <= 0.05 * grad.float().norm(), (scheme, name)

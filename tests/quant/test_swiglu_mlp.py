@@ -36,17 +36,17 @@ KWARGS = [
 
 
 class MLP(nn.Module):
-    def __init__(self, width, inner):
+    def __init__(self, width, inner, bias=False):
         super().__init__()
-        self.gate_up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.gate_up, self.down = nn.Linear(width, 2 * inner, bias), nn.Linear(inner, width, bias)
 
     def forward(self, x, fused):
         return swiglu_mlp(self.gate_up, self.down, x) if fused else self.down(swiglu(self.gate_up(x)))
 
 
-def pair(name, kwargs, device, dtype, width=128, inner=256):
+def pair(name, kwargs, device, dtype, width=128, inner=256, bias=False):
     torch.manual_seed(0)
-    model = MLP(width, inner).to(device, dtype)
+    model = MLP(width, inner, bias).to(device, dtype)
     models = [model, copy.deepcopy(model)]
     return models, [quantize_linears(m, SCHEMES.make(name, kwargs, "--quantize_kwargs"), seed=3) for m in models]
 
@@ -65,8 +65,8 @@ def equal(a, b):
     return all(torch.equal(x.double(), y.double()) for x, y in zip(a, b, strict=True))
 
 
-def check(name, kwargs, device, dtype):
-    (plain, fused), quantized = pair(name, kwargs, device, dtype)
+def check(name, kwargs, device, dtype, bias=False):
+    (plain, fused), quantized = pair(name, kwargs, device, dtype, bias=bias)
     assert supports_swiglu_mlp(fused.gate_up, fused.down)
     for step in range(3):
         x, dy = (matrix(2 * 48, 128, 10 * step + i, "outlier", dtype).to(device).view(2, 48, 128) for i in range(2))
@@ -85,10 +85,16 @@ def test_every_scheme(name, kwargs):
     check(name, kwargs, "cpu", torch.float32)
 
 
+@pytest.mark.parametrize("name,kwargs", sampled(KWARGS, lambda name, kwargs: "stochastic_rounding" in kwargs))
+def test_biases(name, kwargs):
+    check(name, kwargs, "cpu", torch.float32, bias=True)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name,kwargs", KWARGS)
-def test_every_scheme_on_gpu(name, kwargs):
-    check(name, kwargs, "cuda", torch.bfloat16)
+def test_every_scheme_on_gpu(name, kwargs, bias):
+    check(name, kwargs, "cuda", torch.bfloat16, bias)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +130,31 @@ def test_scales_of_128_blocks_are_computed_with_the_activation(name, kwargs):
     assert ops == 2 * ["qtrain::quantize_dual", "qtrain::quantize_swiglu"]  # x, activation; dy, its gradient
 
 
-@pytest.mark.parametrize("frozen", [("gate_up",), ("down",), ("gate_up", "down")])
-def test_frozen_weights(frozen):
-    (plain, fused), _ = pair("int8", {}, "cpu", torch.float32)
+FROZEN = [("gate_up.weight",), ("down.weight",), ("gate_up.weight", "down.weight"), ("gate_up.bias", "down.bias")]
+
+
+@pytest.mark.parametrize("scheme,kwargs", [("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"})])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parameters(frozen, scheme, kwargs):
+    (plain, fused), _ = pair(scheme, kwargs, "cpu", torch.float32, bias=True)
     for model in (plain, fused):
         for name in frozen:
-            getattr(model, name).weight.requires_grad_(False)
+            model.get_parameter(name).requires_grad_(False)
     x, dy = matrix(40, 128, 0, "normal"), matrix(40, 128, 1, "normal")
     assert equal(results(fused, x, dy, True), results(plain, x, dy, False))
     for model in (plain, fused):
-        assert [n for n, p in model.named_parameters() if p.grad is None] == [f"{n}.weight" for n in frozen]
+        assert [n for n, p in model.named_parameters() if p.grad is None] == list(frozen)
+
+
+def test_biases_alone_are_trained():
+    (plain, fused), _ = pair("fp8_tensorwise", {"scaling": "delayed"}, "cpu", torch.float32, bias=True)
+    x, dy = matrix(40, 128, 0, "normal"), matrix(40, 128, 1, "normal")
+    for model, is_fused in ((plain, False), (fused, True)):
+        model.gate_up.weight.requires_grad_(False), model.down.weight.requires_grad_(False)
+        model(x, is_fused).backward(dy)
+        assert [n for n, p in model.named_parameters() if p.grad is not None] == ["gate_up.bias", "down.bias"]
+    for name in ("gate_up.bias", "down.bias"):
+        assert torch.equal(fused.get_parameter(name).grad, plain.get_parameter(name).grad)
 
 
 def test_an_input_without_gradient():
@@ -157,10 +178,6 @@ def test_compiled_whole(name, kwargs):
     assert equal(results(fused, x, dy, True, compiled), results(eager, x, dy, True))
 
 
-def test_a_bias_or_another_module_is_not_taken():
+def test_another_module_is_not_taken():
     (_, fused), _ = pair("int8", {}, "cpu", torch.float32)
     assert not supports_swiglu_mlp(nn.Linear(4, 4, bias=False), fused.down)
-    model = MLP(128, 256)
-    model.gate_up = nn.Linear(128, 512)
-    quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=3)
-    assert not supports_swiglu_mlp(model.gate_up, model.down)

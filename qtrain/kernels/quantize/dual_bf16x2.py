@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.kernels.column_sums import launch_column_sums
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.encode import Encoding, encoding
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
@@ -26,7 +27,7 @@ from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 from qtrain.kernels.quantize.dual_codes import quantize_tile
-from qtrain.kernels.quantize.dual_tile import load_swiglu_grads, load_tile
+from qtrain.kernels.quantize.dual_tile import load_swiglu_grads, load_tile, store_column_sums
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 
 BLOCK = 128
@@ -46,14 +47,16 @@ class DualTiling(NamedTuple):
     """Of a thread; None: as many as the compiler takes."""
 
 
-def dual_tiling(swiglu: str, scales: str) -> DualTiling:
-    """Of what is quantized and the row codes' scales, as in `DualCode`. Measured on an H200, to nearest and stochastic:
-    with eight warps of few registers a SwiGLU's arithmetic hides behind loads, 95% of the copy bandwidth; with four of
-    168 registers it took a fifth longer."""
+def dual_tiling(swiglu: str, scales: str, sums: bool = False) -> DualTiling:
+    """Of what is quantized and the row codes' scales, as in `DualCode`. sums: whether columns are summed.
+
+    Measured on an H200, to nearest and stochastic: with eight warps of few registers a SwiGLU's arithmetic hides behind
+    loads, 95% of the copy bandwidth; with four of 168 registers it took a fifth longer."""
     if swiglu == "both":
         return DualTiling(64, 64, 4, None)
     if scales == "given":
-        return DualTiling(64, BLOCK, 8 if swiglu else 4, None)
+        # Sums take half as many registers again: with four warps a third of the CTAs would not fit.
+        return DualTiling(64, BLOCK, 8 if swiglu or sums else 4, None)
     if scales == "1x128" and swiglu:
         return DualTiling(BLOCK, BLOCK, 8, 128)
     if scales in ("1x128", "rowwise"):
@@ -102,6 +105,8 @@ def _dual_kernel(
     # int32 [m / 128], or None: the group of each block of rows, whose columns have maxima of their own at source_t_ptr;
     # under a given scale blocks of no group are left out.
     group_ptr,
+    # fp32 [tiles of rows, k]: receives the sums of the columns of each tile of rows, or None.
+    sums_ptr,
     # int64 [3] (seed, step, tensor), or None if neither layout is stochastic.
     key_ptr, role,
     # (m, k), multiples of 16; of the scales of blocks, from one row of blocks to the next.
@@ -134,11 +139,18 @@ def _dual_kernel(
     sizes_out = m, k, stride, stride_t
     if CODE.swiglu == "both":
         gate, up = load_swiglu_grads(x_ptrs, at, sizes, CODE)
+        at_up = at[0], tiles_k + at[1]
         quantize_tile(gate, at, out_ptrs, scales, given, amax, random, sizes_out, CODE)
-        quantize_tile(up, (at[0], tiles_k + at[1]), out_ptrs, scales, given, amax, random, sizes_out, CODE)
+        if sums_ptr is not None:
+            store_column_sums(gate, sums_ptr, at, k, CODE)
+        quantize_tile(up, at_up, out_ptrs, scales, given, amax, random, sizes_out, CODE)
+        if sums_ptr is not None:
+            store_column_sums(up, sums_ptr, at_up, k, CODE)
     else:
         x = load_tile(x_ptrs, at, sizes, CODE)
         quantize_tile(x, at, out_ptrs, scales, given, amax, random, sizes_out, CODE)
+        if sums_ptr is not None:
+            store_column_sums(x, sums_ptr, at, k, CODE)
 
 
 def supports_dual_bf16x2(
@@ -180,6 +192,7 @@ def launch_dual_bf16x2(
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     index: RowIndex = EVERY_ROW,
     held: Tensor | None = None,
+    column_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
@@ -190,6 +203,7 @@ def launch_dual_bf16x2(
     or of its rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of
     their own (rowwise). out: memory for the result. index: the rows of what is quantized are gathered from x [T, K];
     without swiglu. held: `group_of_block` of rows of which those of no group are not written; with `scale`.
+    column_sums: fp32 [columns of what is quantized], receives their sums; with `scale`, without held.
     """
     granularity_t = granularity_t or granularity
     m, k = index.shape(x)
@@ -197,6 +211,7 @@ def launch_dual_bf16x2(
     given, source, source_t = scale is not None, scale, None  # source: what the kernel derives scales from
     assert not swiglu or given or (granularity, granularity_t) in BLOCK_PAIRS, "no absmax pass for that scale"
     assert held is None or given, "rows are left out under a given scale alone"
+    assert column_sums is None or (given and held is None), "columns are summed under a given scale alone, of all rows"
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
@@ -212,7 +227,7 @@ def launch_dual_bf16x2(
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
     quantized = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
     scales, scales_t = ("given", "given") if given else (granularity, granularity_t)
-    tile = dual_tiling(quantized, scales)
+    tile = dual_tiling(quantized, scales, column_sums is not None)
     if router_dots is not None:  # those of BLOCK columns
         tile = tile._replace(columns=BLOCK)
     code = DualCode(
@@ -226,12 +241,15 @@ def launch_dual_bf16x2(
         block_m=tile.rows,
         block_k=tile.columns,
     )
-    tiles_k = triton.cdiv(k, tile.columns) // (2 if quantized == "both" else 1)
-    _dual_kernel[(triton.cdiv(m, tile.rows) * tiles_k,)](
+    tiles_m, tiles_k = triton.cdiv(m, tile.rows), triton.cdiv(k, tile.columns) // (2 if quantized == "both" else 1)
+    sums = None if column_sums is None else column_sums.new_empty(tiles_m, k)
+    _dual_kernel[(tiles_m * tiles_k,)](
         (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
         (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),
-        (source, source_t, amax), groups.group_of_block if grouped else held, rounding.key, rounding.role,
+        (source, source_t, amax), groups.group_of_block if grouped else held, sums, rounding.key, rounding.role,
         (m, k), scale.stride(0), scale_t.stride(0), CODE=code,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
+    if sums is not None:
+        launch_column_sums(sums, column_sums)
     return codes, scale, codes_t, scale_t

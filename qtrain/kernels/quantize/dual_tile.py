@@ -4,10 +4,12 @@ What is quantized is a matrix, rows gathered from it, y = swiglu(x), or the grad
 bf16, neighbors in a row ("pairs"), and a thread holds those of four consecutive rows.
 """
 
+from qtrain.kernels.column_sums import sum_rows
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,
     fast_inv_scale,
+    halves_f32,
     high_half,
     low_half,
     max_bf16x2,
@@ -201,6 +203,21 @@ def load_swiglu_grads(x_ptrs, at, sizes, CODE: tl.constexpr):
     dots = dots_ptr, tile_m * CODE.block_m, m
     gate_grad = _gate_grad(dy, gate, up, tile_k, half // (CODE.block_k // 2), dots, CODE.ptx)
     return gate_grad, _up_grad(dy, gate, CODE.ptx)
+
+
+@triton.jit
+def store_column_sums(x, sums_ptr, at, k, CODE: tl.constexpr):
+    """Sums of the columns of a tile x, as `load_tile` returns it -> row tile_m of fp32 [tiles of rows, k]."""
+    tile_m, tile_k = at
+    # Numbers 2j of a row are in the low halves, 2j + 1 in the high ones.
+    low0, high0 = halves_f32(x[0])
+    low1, high1 = halves_f32(x[1])
+    low2, high2 = halves_f32(x[2])
+    low3, high3 = halves_f32(x[3])
+    first, second = sum_rows((low0 + low1) + (low2 + low3)), sum_rows((high0 + high1) + (high2 + high3))
+    across = tile_k * CODE.block_k + tl.arange(0, CODE.block_k)
+    sums = tl.reshape(tl.join(first, second), (CODE.block_k,))
+    tl.store(sums_ptr + tile_m.to(tl.int64) * k + across, sums, across < k)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ Here are the ops, their fakes and the choice of a kernel; the definition is in `
 import torch
 from torch import Tensor
 
+from qtrain.kernels.column_sums import column_sums_if, empty_sums
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import empty_codes, empty_scale
 from qtrain.kernels.numerics.philox import Rounding
@@ -243,10 +244,10 @@ def quantize_dual_into(
     )
 
 
-def _empty_quantize_dual_delayed(x, fmt, token_of_row):
+def _empty_quantize_dual_delayed(x, fmt, token_of_row, sums):
     x = x.new_empty(RowIndex(token_of_row).shape(x))  # [M, K]; x is [T, K]
     (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale)
+    return codes, codes_t, scale, torch.empty_like(scale), empty_sums(x, sums)
 
 
 @operator("quantize_dual_delayed", fake=_empty_quantize_dual_delayed)
@@ -262,9 +263,10 @@ def quantize_dual_delayed(
     token_of_row: Tensor | None = None,
     weight_of_row: Tensor | None = None,
     group_of_block: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> codes [M, K], codes_t [K, M], their scale fp32 [1], absmax fp32 [1] of x; from one read where the
-    scale is `known`, fp32 [1] (`delayed_scale`).
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> codes [M, K], codes_t [K, M], their scale fp32 [1], absmax fp32 [1] of x, and with `sums` the
+    `column_sums` of x, fp32 [K]; from one read where the scale is `known`, fp32 [1] (`delayed_scale`).
 
     key, role, rows, columns: a `Rounding`. token_of_row, weight_of_row: as for `quantize_dual`. group_of_block int32
     [M / 128]: codes of blocks of no group (-1), whose rows are zero, need not be written.
@@ -275,15 +277,17 @@ def quantize_dual_delayed(
         row_bits, column_bits = rounding.bits(x.shape)
         codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
         codes_t, _ = quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
-        return codes, codes_t, scale, absmax_ref(x)
+        return codes, codes_t, scale, absmax_ref(x), column_sums_if(sums, x)
     x = x.contiguous()
     # fp32 [1], and a zero int32 [1] that the quantizer's atomics raise to the absmax.
     scale, amax = launch_delayed_scale(x, known, fmt, power_of_two, index.values)
     if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
+        total = empty_sums(x, sums)
         codes, _, codes_t, _ = launch_dual_bf16x2(
-            x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index, held=group_of_block
-        )
-        return codes, codes_t, scale, amax.view(torch.float32)
+            x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index, held=group_of_block,
+            column_sums=total if sums else None,
+        )  # fmt: skip
+        return codes, codes_t, scale, amax.view(torch.float32), total
     x = index.gathered(x)
     if rounding.same:  # one read; otherwise the absmax is taken by the first of two launches
         codes, _, codes_t, _ = launch_tiled(
@@ -292,4 +296,4 @@ def quantize_dual_delayed(
     else:
         codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, scale=scale, amax=amax)
         codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)  # the absmax is known already
-    return codes, codes_t, scale, amax.view(torch.float32)
+    return codes, codes_t, scale, amax.view(torch.float32), column_sums_if(sums, x)

@@ -16,6 +16,7 @@ for backward.
 import torch
 from torch import Tensor
 
+from qtrain.kernels.column_sums import column_sums_if, empty_sums
 from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
 from qtrain.kernels.numerics.philox import Rounding
@@ -99,10 +100,10 @@ def quantize_swiglu(
     return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, **kernel), dots
 
 
-def _empty_quantize_swiglu_delayed(x, dy, fmt, router_dots):
+def _empty_quantize_swiglu_delayed(x, dy, fmt, router_dots, sums):
     y = _empty_like(x, dy)
     (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale), empty_router_dots(x, router_dots)
+    return codes, codes_t, scale, torch.empty_like(scale), empty_router_dots(x, router_dots), empty_sums(y, sums)
 
 
 @operator("quantize_swiglu_delayed", fake=_empty_quantize_swiglu_delayed)
@@ -118,21 +119,23 @@ def quantize_swiglu_delayed(
     power_of_two: bool = False,
     router_dots: bool = False,
     group_of_block: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual_delayed` of y, or of dx: codes, codes_t, scale fp32 [1], absmax fp32 [1], dots."""
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual_delayed` of y, or of dx: codes, codes_t, scale fp32 [1], absmax fp32 [1], dots, sums."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not _kernel_takes(x, dy, fmt, "tensorwise", True):
         t, dots = activation_dots(x, dy, router_dots)
-        return *quantize_dual_delayed(t, fmt, known, *rounding, power_of_two), dots
+        *quantized, total = quantize_dual_delayed(t, fmt, known, *rounding, power_of_two, sums=sums)
+        return *quantized, dots, total
     # Reads x and dy only where no scale is known yet, in the first step.
     scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
-    dots = empty_router_dots(x, router_dots)
-    into = dots if router_dots else None
+    dots, total = empty_router_dots(x, router_dots), empty_sums(_empty_like(x, dy), sums)
     # power_of_two False: the given scale is rounded already.
     codes, _, codes_t, _ = launch_dual_bf16x2(
-        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, router_dots=into, held=group_of_block
-    )
-    return codes, codes_t, scale, amax.view(torch.float32), dots
+        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, held=group_of_block,
+        router_dots=dots if router_dots else None, column_sums=total if sums else None,
+    )  # fmt: skip
+    return codes, codes_t, scale, amax.view(torch.float32), dots, total
 
 
 def _empty_quantize_swiglu_rowwise(x, fmt, groups):
@@ -160,9 +163,10 @@ def quantize_swiglu_rowwise(
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, column_groups)
 
 
-def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, router_dots):
+def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, router_dots, sums):
     dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
-    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_router_dots(x, router_dots)
+    columns = empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups)
+    return *dual, *columns, empty_router_dots(x, router_dots), empty_sums(x, sums)
 
 
 @operator("quantize_swiglu_backward", fake=_empty_quantize_swiglu_backward)
@@ -183,9 +187,10 @@ def quantize_swiglu_backward(
     group_of_block: Tensor | None = None,
     groups: int = 1,
     router_dots: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; `quantize_transposed` of y: codes_t, scale_t; and
-    dots.
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; `quantize_transposed` of y: codes_t, scale_t;
+    dots; and with `sums` the `column_sums` of dx.
 
     column_amax: y's, as `quantize_swiglu_rowwise` gave it. key, role, rows, columns: the `Rounding` of dx; key_y,
     role_y: of y's transposed codes. group_of_block, groups: as for `quantize_transposed`.
@@ -198,11 +203,11 @@ def quantize_swiglu_backward(
         dual = quantize_dual(dx, fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
         # Its own absmax is column_amax: computed again here.
         y_columns = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
-        return *dual, *y_columns, dots
+        return *dual, *y_columns, dots, column_sums_if(sums, dx)
     dots = empty_router_dots(x, router_dots)
     # One read of x and dy: dx in bf16, its absmaxes, and y's column codes. Then one read of dx for its codes.
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
         x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, column_groups, dots if router_dots else None
     )
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=column_groups)
-    return *dual, codes_t, scale_t, dots
+    return *dual, codes_t, scale_t, dots, column_sums_if(sums, dx)

@@ -94,8 +94,8 @@ def _check_8bit(settings: TrainSettings, model_config: ModelConfig) -> None:
             f"--keep_8bit: {settings.model} is a mixture of experts, whose gate_up norm would compute again; leave "
             "norm (--activation_checkpointing selective) out."
         )
-    if (model_config.mlp_bias or model_config.sub_norm) and kinds & {"norm", "swiglu"}:
+    if model_config.sub_norm and kinds & {"norm", "swiglu"}:
         raise UserError(
-            "--keep_8bit: with biases in the MLP, or a norm before its output projection, norm and swiglu would "
+            "--keep_8bit: with a norm before the MLP's output projection, norm and swiglu would "
             "compute gate_up again; leave them (--recompute, --activation_checkpointing selective) out."
         )

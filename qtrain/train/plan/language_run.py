@@ -175,12 +175,12 @@ class LanguageRun:
             return linear_bytes(scheme, element, columns.get(name, 0), adapted, in_full, reads_codes)
 
         def layer_low_bit(schemes: Mapping[str, LowBitScheme | None]) -> LowBitBytes:
-            # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
+            # As `quant.swiglu_mlp` decides it, which takes no norm between the two linears.
             # Of a mixture the experts decide, which are most of the layer.
             main = "experts." if "experts.gate_up" in schemes else ""
             up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
             width = 2 * model_config.intermediate_size
-            plain = up and down and not (model_config.mlp_bias or model_config.sub_norm)
+            plain = up and down and not model_config.sub_norm
             adapted_codes = plain and not main and _adapted_mlp_writes_codes(up, down, width, columns, self.trained)
             # Fused kernels know no scale that covers other ranks' tokens.
             spans = (

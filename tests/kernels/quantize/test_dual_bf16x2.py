@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from qtrain.kernels.column_sums import empty_sums
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize import operators
@@ -64,6 +65,17 @@ def check_given(x, fmt, scale, stochastic=""):
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale), expected, note)
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax), expected, note)
     same([amax.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+    sums = empty_sums(x)
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, column_sums=sums), expected, note)
+    check_column_sums(sums, x)
+
+
+def check_column_sums(sums, x):
+    """Within fp32's rounding of the sum in fp64; NaN and Inf where that has them."""
+    true, finite = x.double().sum(0), x.isfinite().all(0)
+    assert sums.dtype == torch.float32 and sums.shape == true.shape
+    assert torch.equal(sums[~finite].double().nan_to_num(nan=-1.0), true[~finite].nan_to_num(nan=-1.0))
+    assert ((sums - true).abs() <= 1e-6 * x.double().abs().sum(0))[finite].all()
 
 
 def random_shapes(seed, count):
@@ -172,9 +184,10 @@ def test_a_given_scale_on_gpu(fmt):
         check_given(x, fmt, value)
         scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
         codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", NEAREST, False, scale, amax)
-        same(quantize_dual_delayed(x, fmt, scale), [codes, codes_t, scale, amax.view(torch.float32)], (m, k))
+        same(quantize_dual_delayed(x, fmt, scale)[:4], [codes, codes_t, scale, amax.view(torch.float32)], (m, k))
         dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", scale=scale)
         same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
+        check_column_sums(quantize_dual_delayed(x, fmt, scale, sums=True)[-1], x)
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check_given(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
 
@@ -221,5 +234,5 @@ def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
         scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
         codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax)
         expected = [codes, codes_t, scale, amax.view(torch.float32)]
-        same(quantize_dual_delayed(x, fmt, scale, *rounding), expected, (m, k))
+        same(quantize_dual_delayed(x, fmt, scale, *rounding)[:4], expected, (m, k))
     check_given(stress_matrix(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

@@ -309,9 +309,9 @@ def test_dual_with_the_scale_given_on_gpu():
     one = torch.ones(1).cuda()
     for shape in [*SHAPES, (0, 16), (3, 0)]:
         x = matrix(*shape, 5, "strided", torch.bfloat16).cuda()
-        codes, codes_t, _, amax = quantize_dual_delayed(x, "e4m3", one)
+        codes, codes_t, _, amax, _ = quantize_dual_delayed(x, "e4m3", one)
         same([codes, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
-        codes, codes_t, _, amax = quantize_dual_delayed(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
+        codes, codes_t, _, amax, _ = quantize_dual_delayed(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
         drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
         same([codes, codes_t, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

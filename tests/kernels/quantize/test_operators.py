@@ -156,7 +156,7 @@ def test_each_layout_is_rounded_as_requested(rows, columns):
         found = quantize_dual(x, fmt, granularity, granularity, *rounding)
         same(found, expected, (fmt, granularity))
     for fmt in ("int8", "e5m2"):
-        codes, codes_t, _, _ = quantize_dual_delayed(x, fmt, scale, *rounding)
+        codes, codes_t, *_ = quantize_dual_delayed(x, fmt, scale, *rounding)
         expected = quantize(x, fmt, "tensorwise", row_key, 1, scale=scale)[0]
         expected_t = quantize_transposed(x, fmt, "tensorwise", column_key, 1, scale=scale)[0]
         same([codes, codes_t], [expected, expected_t], fmt)
@@ -167,7 +167,7 @@ def test_two_formats_and_given():
     codes, _, codes_t, _ = quantize_dual(x, "e4m3", "1x128", "rowwise", fmt_t="e5m2")
     assert codes.dtype == torch.float8_e4m3fn and codes_t.dtype == torch.float8_e5m2
     for known in (scale, torch.zeros(1)):
-        codes, codes_t, used, amax = quantize_dual_delayed(x, "int8", known)
+        codes, codes_t, used, amax, _ = quantize_dual_delayed(x, "int8", known)
         assert torch.equal(used, delayed_scale(x, known, "int8")) and amax.item() == x.abs().max()
         assert torch.equal(codes, quantize(x, "int8", "tensorwise", scale=used)[0]) and torch.equal(codes, codes_t.t())
 
@@ -205,4 +205,5 @@ def test_operators(key):
     )
     torch.library.opcheck(quantize_dual_delayed, (x, "e4m3", scale, key, 1))
     torch.library.opcheck(quantize_dual_delayed, (x, "e4m3", scale, key, 1, True, False))
+    torch.library.opcheck(quantize_dual_delayed, (x, "e4m3", scale), {"sums": True})
     torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"rows": False})

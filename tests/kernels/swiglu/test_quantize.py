@@ -222,13 +222,15 @@ def check_registration(device):
     for d in (None, dy):
         for drawn in ((), rounding):
             wanted, ops = {"router_dots": d is not None}, torch.ops.qtrain
+            sums = {"sums": d is not None}
             torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", "128x128", *drawn), wanted)
             given = x, d, "e4m3", torch.ones(1, device=device), *drawn
-            torch.library.opcheck(ops.quantize_swiglu_delayed.default, given, wanted)
+            torch.library.opcheck(ops.quantize_swiglu_delayed.default, given, wanted | sums)
     columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
-    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments, {"router_dots": True})
+    wanted = {"router_dots": True, "sums": True}
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments, wanted)
     torch.library.opcheck(torch.ops.qtrain.swiglu_backward_dots.default, (dy, x))
     dots = router_dots_ref(dy, x)
     found = [
@@ -237,7 +239,14 @@ def check_registration(device):
         quantize_swiglu_delayed(x, dy, "e4m3", torch.ones(1, device=device), router_dots=True),
         quantize_swiglu_backward(*arguments, router_dots=True),
     ]
-    assert all(torch.allclose(results[-1], dots, rtol=1e-5, atol=1e-4) for results in found)
+    found = [results[at] for results, at in zip(found, (1, 4, 4, 6), strict=True)]
+    assert all(torch.allclose(results, dots, rtol=1e-5, atol=1e-4) for results in found)
+    dx = activation(x, dy).double()
+    for d, summed in ((None, swiglu(x).double()), (dy, dx)):
+        sums = quantize_swiglu_delayed(x, d, "e4m3", torch.ones(1, device=device), sums=True)[-1]
+        assert torch.allclose(sums.double(), summed.sum(0), rtol=0, atol=1e-6 * summed.abs().sum(0).max().item())
+    sums = quantize_swiglu_backward(*arguments, sums=True)[-1]
+    assert torch.allclose(sums.double(), dx.sum(0), rtol=0, atol=1e-6 * dx.abs().sum(0).max().item())
     assert quantize_swiglu(x, dy, "int8", "1x128", "1x128")[-1].numel() == 0
 
 
