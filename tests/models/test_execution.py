@@ -224,10 +224,11 @@ def test_compiled_layers_round_gate_up_alike(kinds):
     assert relative(gradients(model), expected) < 2e-3  # a code that falls on the other side of a step
 
 
-def test_training_with_gate_up_in_8_bits_stays_near_training_without():
+@pytest.mark.parametrize("family", ["qwen2", "llama-biases-linear-rope"])
+def test_training_with_gate_up_in_8_bits_stays_near_training_without(family):
     losses = {}
     for keep_8bit in ((), ("gate_up",)):
-        model = drawn(source_of("qwen2"))
+        model = drawn(source_of(family))
         apply_recompute(model, ["swiglu"] if keep_8bit else [], keep_8bit)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         generator, losses[keep_8bit] = torch.Generator().manual_seed(0), []
