@@ -109,12 +109,14 @@ class PrefetchProcess(PrefetchThread[Item]):
         receiver, sender = context.Pipe(duplex=False)
         with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on Linux
             fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self.process = context.Process(
-            target=_serve, args=(sender, pickle.dumps((produce, args))), name="data", daemon=True
-        )
+        # `start` returns when the arguments of the process are in a pipe. What does not fit in it waits until the process
+        # reads, which imports torch first: the work is sent by the thread, so that processes start together.
+        read_work, send_work = context.Pipe(duplex=False)
+        self.process = context.Process(target=_serve, args=(sender, read_work), name="data", daemon=True)
         self.process.start()
-        sender.close()  # only the process holds it now: when the process dies, receiving ends
-        super().__init__(_receive(receiver), prefetch)
+        # Only the process holds them now: when the process dies, sending and receiving end.
+        sender.close(), read_work.close()
+        super().__init__(_receive(receiver, send_work, pickle.dumps((produce, args))), prefetch)
 
     def close(self) -> None:
         # SIGKILL: it may be in the middle of a read of the network, and holds nothing to be saved
@@ -159,14 +161,14 @@ def _close(producer: weakref.ref) -> None:
 # ---- across processes ------------------------------------------------------------------------------------------------
 
 
-def _serve(sender: Connection, pickled: bytes) -> None:
+def _serve(sender: Connection, read_work: Connection) -> None:
     """The main function of the process. The end (None) and errors are sent like items."""
     prepare_process()
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
     with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
         try:
-            produce, args = pickle.loads(pickled)
+            produce, args = read_work.recv()
             for batch, position in produce(*args):
                 _send(sender, batch, position)
             sender.send(None)
@@ -192,7 +194,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _receive(receiver: Connection) -> Iterator[Item]:
+def _receive(receiver: Connection, send_work: Connection, work: bytes) -> Iterator[Item]:
+    """The items that the process makes of `work`, the pickled function and its arguments."""
     pin = torch.cuda.is_available()
 
     def filled(shape: torch.Tensor) -> torch.Tensor:
@@ -207,6 +210,8 @@ def _receive(receiver: Connection) -> Iterator[Item]:
             rest = rest[received:]
         return tensor
 
+    with contextlib.suppress(OSError):  # it has died: receiving says so
+        send_work.send_bytes(work)
     while True:
         try:
             item = receiver.recv()

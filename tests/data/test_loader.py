@@ -165,6 +165,20 @@ def test_tensors_of_any_size_and_order_arrive():
     producer.close()
 
 
+def length_of(work):
+    yield Batch(torch.tensor([[len(work)]]), torch.zeros(1, 1)), {}
+
+
+def test_work_of_more_bytes_than_a_pipe_holds():
+    work = bytes(8 * PIPE_BYTES)
+    producer = PrefetchProcess(length_of, (work,))
+    assert producer.get()[0].input_ids.item() == len(work)
+    producer.close()
+    unread = PrefetchProcess(length_of, (work,))  # closed while it is sent
+    unread.close()
+    assert not unread.process.is_alive()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_pinned_for_the_gpu(datasets, num_workers):
