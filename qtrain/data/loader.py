@@ -109,8 +109,8 @@ class PrefetchProcess(PrefetchThread[Item]):
         receiver, sender = context.Pipe(duplex=False)
         with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on Linux
             fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        # `start` writes the arguments of the process into a pipe. What does not fit waits until the process reads, which
-        # imports torch first: the work is sent by the thread, so that processes start together.
+        # `start` writes the arguments of the process into a pipe. What does not fit waits until it reads them, which
+        # is after it has imported torch: the work is sent by the thread, so that processes start together.
         read_work, send_work = context.Pipe(duplex=False)
         self.process = context.Process(target=_serve, args=(sender, read_work), name="data", daemon=True)
         self.process.start()
