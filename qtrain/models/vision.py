@@ -19,7 +19,7 @@ from qtrain.models.execution import tag_compile_caches
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.recompute import Region, selective_contexts
-from qtrain.models.vision_mlp import fuse_swiglu_mlps
+from qtrain.models.vision_layers import use_kernels
 from qtrain.quant.compiled_layers import allow_kinds_of
 from qtrain.quant.export import exported_tensors
 
@@ -118,7 +118,7 @@ def build_vision_model(
     if pretrained:
         for tensor_name, tensor in model.named_parameters():
             refuse_nonfinite(f"--pretrained ({name})", tensor_name, tensor)
-    fuse_swiglu_mlps(model)
+    use_kernels(model)
     for module in model.modules():  # `parameter_groups` reads it
         qkv = getattr(module, "qkv", None)
         if isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features:

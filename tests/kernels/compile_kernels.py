@@ -21,9 +21,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qtrain.core.hardware import capabilities
-from qtrain.kernels.attention.blocks import VisibleKeys
-from qtrain.kernels.attention.causal_backward import KEYS_TILINGS, launch_keys, launch_queries
-from qtrain.kernels.attention.causal_forward import launch_forward
+from qtrain.kernels.attention.backward import KEYS_TILINGS, launch_keys, launch_queries
+from qtrain.kernels.attention.blocks import VisibleKeys, padded
+from qtrain.kernels.attention.forward import launch_forward
 from qtrain.kernels.column_sums import launch_column_sums
 from qtrain.kernels.conv import gather_mm, grad_weight
 from qtrain.kernels.conv.geometry import ConvShape
@@ -633,6 +633,12 @@ def attention() -> Iterator[Case]:
         yield True, lambda q=q, k=k, s=visible: launch_forward(q, k, k, 0.1, s)
         yield True, lambda q=q, k=k, x=lse, s=visible: launch_queries(q, q, k, k, q, x, 0.1, s)
         yield True, lambda q=q, k=k, x=lse, s=visible: launch_keys(q, q, k, k, x, x, 0.1, s)
+    for dim in KEYS_TILINGS:
+        q, k, v = zeros(2, 257, 3, 4, dim).unbind(2)
+        lse = zeros(2, 4, padded(257), dtype=FP32)
+        yield True, lambda q=q, k=k, v=v: launch_forward(q, k, v, 0.1, causal=False)
+        yield True, lambda q=q, k=k, v=v, x=lse: launch_queries(q, q, k, v, q, x, 0.1, causal=False, out=q)
+        yield True, lambda q=q, k=k, v=v, x=lse: launch_keys(q, q, k, v, x, x, 0.1, causal=False, out=(k, v))
 
 
 GROUPS = (

@@ -15,10 +15,10 @@ from qtrain.models import (
     image_config,
     recompute_blocks,
     repeated_blocks,
-    vision_mlp,
+    vision_layers,
 )
 from qtrain.models.cost.vision import vision_cost
-from qtrain.models.vision_mlp import SwiGLUMLP, fuse_swiglu_mlps
+from qtrain.models.vision_layers import SelfAttention, SwiGLUMLP, use_kernels
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.quant.any_model import output_head
 
@@ -163,7 +163,7 @@ def test_the_missing_package_is_named_be_it_timm_or_what_it_imports(monkeypatch)
                 import_timm()
 
 
-# ---- SwiGLU MLPs -----------------------------------------------------------------------------------------------------
+# ---- layers through kernels ------------------------------------------------------------------------------------------
 
 GIANT = "vit_giant_patch14_dinov2"
 SMALL_GIANT = {"img_size": 28, "embed_dim": 96, "depth": 2, "num_heads": 3}
@@ -176,19 +176,20 @@ def step_of(model, images):
     return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def timm_and_ours(device, dtype):
-    """timm's model, and the one with other MLPs and the same weights."""
+def timm_and_ours(device, dtype, **changes):
+    """timm's model, and the one with other layers and the same weights."""
     torch.manual_seed(0)
-    ours = build_vision_model(GIANT, SMALL_GIANT, 5, pretrained=False, device=device, dtype=dtype)
+    kwargs = {**SMALL_GIANT, **changes}
+    ours = build_vision_model(GIANT, kwargs, 5, pretrained=False, device=device, dtype=dtype)
     nn.init.normal_(ours.head.weight)
-    theirs = timm.create_model(GIANT, num_classes=5, **SMALL_GIANT).to(device, dtype)
+    theirs = timm.create_model(GIANT, num_classes=5, **kwargs).to(device, dtype)
     theirs.load_state_dict(ours.state_dict())  # of the same names
     return theirs, ours
 
 
-def test_a_swiglu_mlp_computes_what_that_of_timm_does():
+def test_layers_compute_what_those_of_timm_do():
     theirs, ours = timm_and_ours(CPU, torch.float32)
-    assert [type(block.mlp) for block in ours.blocks] == 2 * [SwiGLUMLP]
+    assert [(type(block.mlp), type(block.attn)) for block in ours.blocks] == 2 * [(SwiGLUMLP, SelfAttention)]
     images = torch.randn(2, 3, 28, 28)
     (expected, grads), (found, found_grads) = step_of(theirs, images), step_of(ours, images)
     assert torch.equal(found, expected) and all(torch.equal(found_grads[name], grads[name]) for name in grads)
@@ -198,8 +199,8 @@ def test_a_swiglu_mlp_computes_what_that_of_timm_does():
 def test_a_quantized_swiglu_mlp_is_one_function(scheme, kwargs, monkeypatch):
     """Which trains biases too; codes are those of the two linears with timm's activation between them."""
     calls = []
-    monkeypatch.setattr(vision_mlp, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(vision_mlp, "swiglu_mlp", lambda *a: calls.append(a) or swiglu_mlp(*a))
+    monkeypatch.setattr(vision_layers, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(vision_layers, "swiglu_mlp", lambda *a: calls.append(a) or swiglu_mlp(*a))
     results = []
     for model in timm_and_ours(CPU, torch.float32):
         quantize_linears(model, SCHEMES.make(scheme, kwargs, "--quantize_kwargs"), seed=3)
@@ -212,21 +213,37 @@ def test_a_quantized_swiglu_mlp_is_one_function(scheme, kwargs, monkeypatch):
         assert (found_grads[name] - grad).norm() <= 1e-3 * grad.norm(), name
 
 
-def test_other_gated_mlps_are_left():
-    from timm.layers import GluMlp, SwiGLUPacked
+def test_attention_by_the_operator_is_the_same(monkeypatch):
+    monkeypatch.setattr(vision_layers, "takes_packed_attention", lambda qkv: True)
+    theirs, ours = timm_and_ours(CPU, torch.float32)
+    images = torch.randn(2, 3, 28, 28)
+    (expected, grads), (found, found_grads) = step_of(theirs, images), step_of(ours, images)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for name, grad in grads.items():
+        assert (found_grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-6, name
+
+
+def test_other_layers_are_left():
+    from timm.layers import Attention, GluMlp, SwiGLUPacked
 
     others = [GluMlp(8, 16), SwiGLUPacked(8, 16, drop=0.1), SwiGLUPacked(8, 16, norm_layer=nn.LayerNorm)]
-    model = nn.Sequential(*others, SwiGLUPacked(8, 16, use_conv=True), SwiGLUPacked(8, 16, bias=False))
-    fuse_swiglu_mlps(model)
-    assert [type(m) is SwiGLUMLP for m in model] == [False, False, False, False, True]
+    others += [SwiGLUPacked(8, 16, use_conv=True), Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)]
+    others += [Attention(8, 2, attn_drop=0.1), Attention(8, 2, proj_drop=0.1)]
+    model = nn.Sequential(*others, SwiGLUPacked(8, 16, bias=False), Attention(8, 2, qkv_bias=True))
+    kinds = [type(m) for m in model]
+    use_kernels(model)
+    assert [type(m) for m in model] == [*kinds[:-2], SwiGLUMLP, SelfAttention]
+    x, mask = torch.randn(2, 5, 8), torch.ones(5, 5).tril().bool()
+    attention = model[-1]
+    assert torch.allclose(attention(x, mask), attention(x, is_causal=True), atol=1e-6)
 
 
 @pytest.mark.gpu
-def test_a_swiglu_mlp_on_gpu():
-    """A step with codes of both kernels' paths, beside timm's MLP with the same scheme."""
+def test_layers_on_gpu():
+    """A step beside timm's layers with the same scheme; heads of 64, which the attention kernels take."""
     for scheme, kwargs in (("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"})):
         results = []
-        for model in timm_and_ours(torch.device("cuda"), torch.bfloat16):
+        for model in timm_and_ours(torch.device("cuda"), torch.bfloat16, embed_dim=192):
             quantize_linears(model, SCHEMES.make(scheme, kwargs, "--quantize_kwargs"), seed=3)
             torch.manual_seed(1)
             results.append(step_of(model, torch.randn(16, 3, 28, 28, device="cuda", dtype=torch.bfloat16)))

@@ -1,4 +1,4 @@
-"""Blocks of queries and keys: what the kernels of causal attention share."""
+"""Blocks of queries and keys: what the kernels of attention share."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,8 @@ from torch import Tensor
 from qtrain.kernels.compiler import TensorDescriptor, tl, triton
 
 LONGEST_BLOCK = 128
-"""Of queries and of keys: sequences are multiples of it."""
+"""Of queries and of keys."""
+LONGEST = tl.constexpr(LONGEST_BLOCK)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -64,7 +65,7 @@ class VisibleKeys(NamedTuple):
 def block_of_queries(seq, heads, QUERIES: tl.constexpr):
     """Of this CTA: the number of its head among those of all sequences, its sequence, its head, and its first query. A
     head's last blocks, which see the most keys, begin first."""
-    blocks = seq // QUERIES
+    blocks = tl.cdiv(seq, QUERIES)
     all_heads = tl.num_programs(0) // blocks
     start = (blocks - 1 - tl.program_id(0) // all_heads) * QUERIES
     item = tl.program_id(0) % all_heads
@@ -83,21 +84,57 @@ def first_keys(first_ptr, at, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def is_seen(key, query, first, first_ptr):
+def hides_some(key_start, query_start, high, seq, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Whether a query of a block does not see a key of a block. high: of `first_keys`."""
+    if CAUSAL:
+        return (key_start + KEYS > query_start) | (key_start < high)
+    else:
+        return key_start + KEYS > seq
+
+
+@triton.jit
+def is_seen(key, query, first, first_ptr, seq, CAUSAL: tl.constexpr):
     """Whether queries see keys; first: of `first_keys`."""
     if first_ptr is not None:
         return (key <= query) & (key >= first)
-    else:
+    elif CAUSAL:
         return key <= query
+    else:
+        return key < seq
+
+
+@triton.jit
+def load_rows(desc, sequence, start, column):
+    """A block [rows, D] of one head, zeros below the end of the sequence."""
+    return desc.load([sequence, start, column]).reshape(desc.block_shape[1], desc.block_shape[2])
+
+
+@triton.jit
+def store_rows(desc, sequence, start, column, rows):
+    """Those of the block `rows` [rows, D] that are above the end of the sequence."""
+    desc.store([sequence, start, column], rows.reshape(1, desc.block_shape[1], desc.block_shape[2]))
 
 
 def head_blocks(t: Tensor, block: int) -> object:
-    """Descriptor of t [B, S, heads, D] as [B * S, heads * D], in blocks of rows of one head."""
+    """Descriptor of t [B, S, heads, D], the heads of a row side by side, as [B, S, heads * D], in blocks of rows of one
+    head."""
     batch, seq, heads, head_dim = t.shape
-    return TensorDescriptor(t, [batch * seq, heads * head_dim], [heads * head_dim, 1], [block, head_dim])
+    shape, strides = [batch, seq, heads * head_dim], [t.stride(0), t.stride(1), 1]
+    return TensorDescriptor(t, shape, strides, [1, block, head_dim])
 
 
 def row_blocks(t: Tensor, block: int) -> object:
-    """Descriptor of t [B, heads, S] as [B * heads, S], in blocks of one row."""
-    batch, heads, seq = t.shape
-    return TensorDescriptor(t, [batch * heads, seq], [seq, 1], [1, block])
+    """Descriptor of t [B, heads, padded] as [B * heads, padded], in blocks of one row."""
+    batch, heads, length = t.shape
+    return TensorDescriptor(t, [batch * heads, length], [length, 1], [1, block])
+
+
+def padded(seq: int) -> int:
+    """The length of a row of statistics of a sequence: whole blocks, which the kernels write in full."""
+    return -(-seq // LONGEST_BLOCK) * LONGEST_BLOCK
+
+
+@triton.jit
+def statistics_row(item, seq):
+    """Where the statistics of a head begin, `item` among those of all sequences."""
+    return item.to(tl.int64) * (tl.cdiv(seq, LONGEST) * LONGEST)

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from qtrain.core.errors import unknown_name
 from qtrain.kernels.attention.causal import OPERATOR
+from qtrain.kernels.attention.packed import PACKED_OPERATOR
 
 KINDS = {
     "norm": "norms, from the residual stream",
@@ -76,6 +77,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     OPERATOR,
+    PACKED_OPERATOR,
 }
 _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 """Of attention that is not one operator."""

@@ -3,20 +3,18 @@
 import pytest
 import torch
 
+from qtrain.kernels.attention.backward import launch_keys, launch_queries
 from qtrain.kernels.attention.blocks import VisibleKeys
 from qtrain.kernels.attention.causal import (
-    OWN,
-    _backward_cudnn,
     _causal_attention,
-    _forward_cudnn,
     causal_attention,
     causal_attention_backward,
-    causal_attention_ref,
     supports_causal_attention,
     takes_causal_attention,
 )
-from qtrain.kernels.attention.causal_backward import launch_keys, launch_queries
-from qtrain.kernels.attention.causal_forward import launch_forward
+from qtrain.kernels.attention.cudnn import OWN, backward_cudnn, forward_cudnn
+from qtrain.kernels.attention.forward import launch_forward
+from qtrain.kernels.attention.reference import attention_ref
 from qtrain.models.native.attention import attend
 from qtrain.train.assembly.deterministic import use_deterministic_kernels
 
@@ -148,7 +146,7 @@ def test_the_operator_on_a_cpu(dtype, less):
 def test_operators_are_registered_right():
     q, k, v, do = operands(1, 16, 2, 1, 8)
     torch.library.opcheck(_causal_attention, (*(t.requires_grad_() for t in (q, k, v)), 0.2))
-    o, lse = causal_attention_ref(*(t.detach() for t in (q, k, v)), 0.2)
+    o, lse = attention_ref(*(t.detach() for t in (q, k, v)), 0.2)
     torch.library.opcheck(causal_attention_backward, (do, *(t.detach() for t in (q, k, v)), o, lse, 0.2))
     visible = visible_keys("both", 1, 16)
     torch.library.opcheck(_causal_attention, (*(t.requires_grad_() for t in (q, k, v)), 0.2, *visible))
@@ -186,10 +184,10 @@ def test_kernels_against_fp64(batch, seq, heads, kv_heads, dim, kind):
 
     *found, lse = run()
     assert all(torch.equal(a, b) for a, b in zip((*found, lse), run(), strict=True))
-    theirs = _forward_cudnn(q, k, v, scale)
+    theirs = forward_cudnn(q, k, v, scale, True)
     for each in lse, theirs[1]:
         assert (each - true_lse).abs().max() < 1e-3 * (1 + true_lse.abs().max())
-    cudnn = theirs[0], *_backward_cudnn(do, q, k, v, *theirs, scale)
+    cudnn = theirs[0], *backward_cudnn(do, q, k, v, *theirs, scale, True)
     for got, other, true in zip(found, cudnn, (true_o, *expected), strict=True):
         error, allowed = ((t.double() - true).norm() / true.norm() for t in (got, other))
         assert error < 2 * allowed + 1e-3, (error.item(), allowed.item())

@@ -38,7 +38,7 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
         for name in defined
         if KEEP(FORWARD, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
     }
-    others = {"keep_8bit", "causal_attention"}
+    others = {"keep_8bit", "causal_attention", "packed_attention"}
     assert kept == products | others == {*GEMM_OPERATORS, *GROUPED_OPERATORS, *others}
     assert KEEP(FORWARD, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
     assert KEEP(FORWARD, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
