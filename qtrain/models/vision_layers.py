@@ -72,9 +72,11 @@ def _is_swiglu(module: Any) -> bool:
 
 def _is_plain_attention(module: Any) -> bool:
     """Without norms, a gate, or dropout."""
-    from timm.layers import Attention
+    from timm.models.vision_transformer import Attention
 
     if type(module) is not Attention or not module.fused_attn:
         return False
-    others = module.q_norm, module.k_norm, module.norm, module.gate or nn.Identity()
-    return all(isinstance(m, nn.Identity) for m in others) and module.attn_drop.p == module.proj_drop.p == 0
+    # Versions of timm differ in which of them there are.
+    others = (getattr(module, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+    plain = all(other is None or isinstance(other, nn.Identity) for other in others)
+    return plain and module.attn_drop.p == module.proj_drop.p == 0
