@@ -150,32 +150,21 @@ def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_work
         time.sleep(0.05)
 
 
-def large_batches(rows):
-    """Each of its own kind: more bytes than a pipe holds, none, one element; the last of them in reverse order."""
+def large_batches(rows, work):
+    """Of more bytes than a pipe holds, of none, of one element; labels in another order than their memory."""
     for n in (rows, 0, 1):
-        yield Batch(torch.arange(8 * n).view(n, 8), torch.arange(8 * n).view(8, n).t(), None), {"n": n}
+        yield Batch(torch.arange(8 * n).view(n, 8), torch.arange(8 * n).view(8, n).t(), None), {"work": len(work)}
 
 
-def test_tensors_of_any_size_and_order_arrive():
-    producer = PrefetchProcess(large_batches, (PIPE_BYTES // 4,))
-    for expected, position in large_batches(PIPE_BYTES // 4):
+def test_tensors_and_work_of_any_size_and_order_arrive():
+    arguments = PIPE_BYTES // 4, bytes(8 * PIPE_BYTES)
+    producer, unread = (PrefetchProcess(large_batches, arguments) for _ in range(2))
+    unread.close()  # while its work is sent
+    for expected, position in large_batches(*arguments):
         batch, found = producer.get()
         assert found == position and batch.doc_ids is None
         assert torch.equal(batch.input_ids, expected.input_ids) and torch.equal(batch.labels, expected.labels)
     producer.close()
-
-
-def length_of(work):
-    yield Batch(torch.tensor([[len(work)]]), torch.zeros(1, 1)), {}
-
-
-def test_work_of_more_bytes_than_a_pipe_holds():
-    work = bytes(8 * PIPE_BYTES)
-    producer = PrefetchProcess(length_of, (work,))
-    assert producer.get()[0].input_ids.item() == len(work)
-    producer.close()
-    unread = PrefetchProcess(length_of, (work,))  # closed while it is sent
-    unread.close()
     assert not unread.process.is_alive()
 
 
