@@ -100,6 +100,7 @@ def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = timm.create_model(name, num_classes=classes, **kwargs)
             model.get_classifier()  # a model of features, which some keys give, has none
+            use_kernels(model)
             return model
     except Exception as error:  # a model's constructor may raise anything
         reason = first_line(error)

@@ -213,6 +213,27 @@ def test_a_quantized_swiglu_mlp_is_one_function(scheme, kwargs, monkeypatch):
         assert (found_grads[name] - grad).norm() <= 1e-3 * grad.norm(), name
 
 
+def test_the_activation_is_not_kept_beside_its_input():
+    """Of a plan: per token and layer I numbers less than timm's layers keep on their own."""
+    ours = empty_vision_model(GIANT, SMALL_GIANT, 5)
+    with torch.device("meta"):
+        theirs = timm.create_model(GIANT, num_classes=5, **SMALL_GIANT)
+    kept = [vision_cost(model, output_head(model), (3, 28, 28)).kept for model in (theirs, ours)]
+    tokens, inner = 2 * 2 + 1, ours.blocks[0].mlp.fc2.in_features
+    assert kept[0] - kept[1] == 2 * tokens * inner * 4
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_activation_in_high_precision_is_that_of_timm(kernels, monkeypatch):
+    monkeypatch.setattr(vision_layers, "runs_kernels", lambda x: kernels)
+    theirs, ours = timm_and_ours(CPU, torch.float32)
+    images = torch.randn(2, 3, 28, 28)
+    (expected, grads), (found, found_grads) = step_of(theirs, images), step_of(ours, images)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name, grad in grads.items():
+        assert (found_grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6, name
+
+
 def test_attention_by_the_operator_is_the_same(monkeypatch):
     monkeypatch.setattr(vision_layers, "takes_packed_attention", lambda qkv: True)
     theirs, ours = timm_and_ours(CPU, torch.float32)
