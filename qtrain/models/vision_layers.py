@@ -1,12 +1,12 @@
 """Layers of timm's transformers through this package's kernels: SwiGLU MLPs (`SwiGLUPacked`, as in DINOv2's ViT-giant),
-and attention.
+attention, and norms.
 
 As timm runs a quantized SwiGLU MLP, the activation and its gradient, the largest tensors of a block, are written in
 bf16 and read again for their codes, and the gradient once more for that of fc1's bias. In `swiglu_mlp` they are
 quantized and summed as they are computed: of a block of ViT-giant and 64 images that moves 270 MB less in forward and
 810 MB in backward. In bf16 the kernel of the activation still writes both halves of its gradient from one read. Of
 attention, backward concatenates the gradients of q, k and v, another 300 MB; `packed_attention` writes them side by
-side.
+side. And of a norm Inductor reads its input and the gradient twice in backward, which `residual_norm` reads once.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.kernels.attention.packed import packed_attention, takes_packed_attention
+from qtrain.kernels.norm.residual_norm import residual_norm
 from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.native.mlp import runs_kernels
 from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
@@ -54,15 +55,39 @@ class SelfAttention(nn.Module):
         return self.proj(o.flatten(2))
 
 
+class EncoderBlock(nn.Module):
+    """The stream [B, S, C] -> [B, S, C]: attention, then an MLP, of its LayerNorm, each added to it. It has the modules
+    of a `Block` of timm."""
+
+    def __init__(self, block: Any):
+        super().__init__()
+        self.norm1, self.attn, self.ls1, self.drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
+        self.norm2, self.mlp, self.ls2, self.drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        mask = {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
+        x, y = _with_norm(x, self.norm1)
+        x = x + self.drop_path1(self.ls1(self.attn(y, **mask)))
+        x, y = _with_norm(x, self.norm2)
+        return x + self.drop_path2(self.ls2(self.mlp(y)))
+
+
+def _with_norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """x, for the residual, and its LayerNorm."""
+    return residual_norm(x, norm.weight, norm.eps, norm.bias) if runs_kernels(x) else (x, norm(x))
+
+
 def use_kernels(model: nn.Module) -> None:
     """Replace layers of timm that compute nothing else than those above, in place."""
-    for parent in list(model.modules()):
+    for parent in reversed(list(model.modules())):  # a block's layers before it
         children: list[tuple[str, Any]] = list(parent.named_children())
         for name, child in children:
             if _is_swiglu(child):
                 setattr(parent, name, SwiGLUMLP(child.fc1, child.fc2))
             elif _is_plain_attention(child):
                 setattr(parent, name, SelfAttention(child.qkv, child.proj, child.num_heads))
+            elif _is_plain_block(child):
+                setattr(parent, name, EncoderBlock(child))
 
 
 def _is_swiglu(module: Any) -> bool:
@@ -85,3 +110,13 @@ def _is_plain_attention(module: Any) -> bool:
     others = (getattr(module, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
     plain = all(other is None or isinstance(other, nn.Identity) for other in others)
     return plain and module.attn_drop.p == module.proj_drop.p == 0
+
+
+def _is_plain_block(module: Any) -> bool:
+    """With LayerNorms of weight and bias; timm's fast norms take other kernels."""
+    from timm.models.vision_transformer import Block
+
+    if type(module) is not Block:
+        return False
+    norms = module.norm1, module.norm2
+    return all(isinstance(n, nn.LayerNorm) and n.bias is not None and not getattr(n, "_fast_norm", 0) for n in norms)

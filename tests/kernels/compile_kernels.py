@@ -51,7 +51,7 @@ from qtrain.kernels.grouped.token_permutation import launch_group_rows
 from qtrain.kernels.grouped.topk import launch_topk
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.norm.qkv_rope import launch_qkv_rope, launch_qkv_rope_backward
-from qtrain.kernels.norm.rms_norm import launch_rms_norm_backward
+from qtrain.kernels.norm.residual_norm import launch_residual_norm_backward
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
@@ -282,10 +282,11 @@ def norms() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         for width in (896, 3584, 16384):
             x, weight = zeros(64, width, dtype=dtype), zeros(width, dtype=dtype)
-            yield (
-                dtype is BF16 and width == 896,
-                lambda x=x, w=weight: launch_rms_norm_backward(x, x, x, w, 1e-6),
-            )
+            for centered in (False, True):
+                yield (
+                    dtype is BF16 and width == 896,
+                    lambda x=x, w=weight, c=centered: launch_residual_norm_backward(x, x, x, w, 1e-6, c),
+                )
         for heads, kv_heads, head_dim in ((32, 4, 128), (6, 3, 96)):
             qkv, weight = zeros(2, 64, (heads + 2 * kv_heads) * head_dim, dtype=dtype), zeros(head_dim, dtype=dtype)
             table = zeros(64, 1, head_dim // 2, dtype=FP32)

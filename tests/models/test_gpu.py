@@ -126,7 +126,7 @@ def test_norms_and_rotation_run_their_kernels(name, operator, mode):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             found = results(model, None)
         run = {e.key for e in profile.key_averages()}
-        assert {f"qtrain::{operator}", f"qtrain::{operator}_backward", "qtrain::rms_norm_backward"} <= run
+        assert {f"qtrain::{operator}", f"qtrain::{operator}_backward", "qtrain::residual_norm_backward"} <= run
         assert_close({name: value.cpu() for name, value in found.items()}, expected, 0.05)
 
 

@@ -18,7 +18,7 @@ from qtrain.models import (
     vision_layers,
 )
 from qtrain.models.cost.vision import vision_cost
-from qtrain.models.vision_layers import SelfAttention, SwiGLUMLP, use_kernels
+from qtrain.models.vision_layers import EncoderBlock, SelfAttention, SwiGLUMLP, use_kernels
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.quant.any_model import output_head
 
@@ -189,7 +189,8 @@ def timm_and_ours(device, dtype, **changes):
 
 def test_layers_compute_what_those_of_timm_do():
     theirs, ours = timm_and_ours(CPU, torch.float32)
-    assert [(type(block.mlp), type(block.attn)) for block in ours.blocks] == 2 * [(SwiGLUMLP, SelfAttention)]
+    kinds = [(type(block), type(block.mlp), type(block.attn)) for block in ours.blocks]
+    assert kinds == 2 * [(EncoderBlock, SwiGLUMLP, SelfAttention)]
     images = torch.randn(2, 3, 28, 28)
     (expected, grads), (found, found_grads) = step_of(theirs, images), step_of(ours, images)
     assert torch.equal(found, expected) and all(torch.equal(found_grads[name], grads[name]) for name in grads)
@@ -224,7 +225,8 @@ def test_the_activation_is_not_kept_beside_its_input():
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_the_activation_in_high_precision_is_that_of_timm(kernels, monkeypatch):
+def test_layers_in_high_precision_are_those_of_timm(kernels, monkeypatch):
+    """With the activation and the norms of the kernels, too."""
     monkeypatch.setattr(vision_layers, "runs_kernels", lambda x: kernels)
     theirs, ours = timm_and_ours(CPU, torch.float32)
     images = torch.randn(2, 3, 28, 28)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.norm.rms_norm import residual_norm
+from qtrain.kernels.norm.residual_norm import residual_norm
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo
 from qtrain.models.native.mla import MultiHeadLatentAttention

@@ -18,7 +18,7 @@ _RULES = (
     ("optimizer", r"(^|\W)update_kernel|(^|\W)factors_kernel|_sum_of_squares_kernel|multi_tensor_apply|FusedOptimizer"),
     ("optimizer", r"fused_adam|aten::_foreach|newton_schulz"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|softmax_warp|softmax_(forward|backward)|logsumexp"),
-    ("norm and RoPE", r"_qk_norm_rope|_qkv_rope|rms_?norm|layer_?norm|group_?norm|batch_?norm|rsqrt"),
+    ("norm and RoPE", r"_qk_norm_rope|_qkv_rope|rms_?norm|residual_norm|layer_?norm|group_?norm|batch_?norm|rsqrt"),
     # Before GEMMs, whose patterns match its name too.
     ("expert routing", r"prepare_grouped_gemm_data"),
     # nvjet names the dtypes of A, B and the output: q is e4m3, r e5m2, t bf16, h fp16, s fp32.
