@@ -163,14 +163,14 @@ class Mixer:
             label_smoothing=augmentation.label_smoothing,
             num_classes=classes,
         )
-        self._mixup.mixup_enabled = augmentation.mixes
-        self._smoothing, self._classes, self._mixes = augmentation.label_smoothing, classes, augmentation.mixes
+        self.mixes = self._mixup.mixup_enabled = augmentation.mixes
+        self._smoothing, self._classes = augmentation.label_smoothing, classes
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """images [B, C, H, W], labels int64 [B] -> (images, targets fp32 [B, classes]); mixing needs an even B."""
         from timm.data.mixup import mixup_target
 
-        if self._mixes:
+        if self.mixes:
             return self._mixup(images, labels)
         # fp32 [B, classes]: one-hot, smoothed
         return images, mixup_target(labels, self._classes, smoothing=self._smoothing)

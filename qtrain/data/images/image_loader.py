@@ -83,7 +83,9 @@ class BatchMaker:
             tensors = []
             for i, image in zip(members, decoded, strict=True):
                 seed_generators(self.seed, epoch, i)  # by image and epoch: not by batch size, rank or worker
-                tensors.append(self._augmented(i, image))
+                tensor = self._augmented(i, image)
+                # Rounded while it is in the cache; mixing is computed in fp32.
+                tensors.append(tensor if self._mixer.mixes else tensor.to(self._dtype))
             seed_generators(self.seed, index, MIXING, len(self.images))  # mixing pairs images of one micro-batch
             labels = torch.from_numpy(self.images.labels[members])
             mixed, targets = self._mixer(torch.stack(tensors), labels)

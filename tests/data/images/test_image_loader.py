@@ -84,10 +84,10 @@ def test_processes_make_what_threads_make(images, num_workers):
                 next(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_images_of_another_dtype_are_the_same_rounded(images, num_workers):
-    expected = [batch.images.bfloat16() for batch, _ in take(ImageLoader(maker(images, EVERYTHING)), 3)]
-    rounded = maker(images, EVERYTHING, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, EVERYTHING)])
+def test_images_of_another_dtype_are_the_same_rounded(images, num_workers, options):
+    expected = [batch.images.bfloat16() for batch, _ in take(ImageLoader(maker(images, options)), 3)]
+    rounded = maker(images, options, dtype=torch.bfloat16)
     found = [batch for batch, _ in take(ImageLoader(rounded, num_workers=num_workers), 3)]
     for batch, true in zip(found, expected, strict=True):
         assert batch.images.dtype == torch.bfloat16 and torch.equal(batch.images, true)
