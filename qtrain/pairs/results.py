@@ -93,7 +93,15 @@ class Pair:
 
     @property
     def end(self) -> float:
-        return self.run.end - self.reference.end
+        """At the last step of the run, which may have been stopped before the reference's."""
+        step = max(self.run.losses)
+        return self.run.losses[step] - self.reference.losses.get(step, self.reference.end)
+
+    @property
+    def stopped(self) -> str | None:
+        """Where the run was stopped before the reference's end, in words."""
+        step, last = max(self.run.losses), max(self.reference.losses)
+        return None if step >= last else f"{self.run.variant}, seed {self.run.seed}, at step {step:,} of {last:,}"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -229,6 +237,8 @@ def make_tables(runs: Sequence[RunResult], reference: str, failures: Mapping[str
         if pairs:
             by_variant = grouped(pairs, lambda pair: pair.run.variant)
             tables.append(_differences(by_variant, f"Validation loss over {reference}: {title}"))
+            if stopped := [pair.stopped for pair in pairs if pair.stopped]:
+                tables[-1].notes.append(f"Stopped, and compared there: {'; '.join(stopped)}.")
         tables.append(_every_run(recipe_runs, pairs, reference, f"Every run: {title}"))
     for row, reason in (failures or {}).items():
         if not tables:

@@ -76,6 +76,14 @@ def write(path: Path, runs: list[RunResult]) -> None:
     path.write_text("".join(one.line() for one in runs))
 
 
+def test_a_stopped_run_is_compared_where_it_stopped():
+    stopped = run("nvfp4", 1, 2.5, eval_loss=[[0, 9.0], [10, 3.25]])  # where the reference is at 3.0
+    tables = make_tables([*RUNS, stopped], "bf16")
+    assert rows(tables)["nvfp4, seed 1"]["over bf16"].text == rows(tables)["nvfp4"]["difference"].text == "+0.2500"
+    assert tables[0].notes == ["Stopped, and compared there: nvfp4, seed 1, at step 10 of 20."]
+    assert not make_tables(RUNS, "bf16")[0].notes
+
+
 def test_files_of_several_machines_and_days_are_one_set(tmp_path):
     """What both have counts once; of a run that was repeated the newest."""
     again = replace(RUNS[3], eval_loss=[[20, 2.5]], finished="2026-12-01T00:00:00+00:00")
