@@ -265,16 +265,19 @@ TOKENIZERS = [
 CHOICES = [
     wrong("--quantize: unknown scheme 'int9'", "Did you mean 'int8'?", quantize="int9"),
     wrong(
-        "--quantize (int8): unknown key 'grad_wieght'",
+        "--quantize_kwargs (int8): unknown key 'grad_wieght'",
         "'grad_weight'",
         quantize="int8",
         quantize_kwargs={"grad_wieght": "bf16"},
     ),
     wrong(
-        "--quantize (int8).output: 'fp8' is not allowed", "'int8'", quantize="int8", quantize_kwargs={"output": "fp8"}
+        "--quantize_kwargs (int8).output: 'fp8' is not allowed",
+        "'int8'",
+        quantize="int8",
+        quantize_kwargs={"output": "fp8"},
     ),
     wrong(
-        "--quantize (int8_blockwise).block: '64x64' is not allowed",
+        "--quantize_kwargs (int8_blockwise).block: '64x64' is not allowed",
         "'32x32', '128x128', '1x128'",
         quantize="int8_blockwise",
         quantize_kwargs={"block": "64x64"},
@@ -286,13 +289,13 @@ CHOICES = [
         quantize_kwargs={"history": 32},
     ),
     wrong(
-        "--quantize (int8): unknown key 'scaling'",
+        "--quantize_kwargs (int8): unknown key 'scaling'",
         "granularity",
         quantize="int8",
         quantize_kwargs={"scaling": "delayed"},
     ),
     wrong(
-        "--quantize (fp8_tensorwise).history: 0 is out of range",
+        "--quantize_kwargs (fp8_tensorwise).history: 0 is out of range",
         "from 1 to 1024",
         quantize="fp8_tensorwise",
         quantize_kwargs={"scaling": "delayed", "history": 0},
@@ -310,24 +313,26 @@ CHOICES = [
         quantize_kwargs={"stochastic_rounding": ["grad_weight"]},
     ),
     wrong(
-        "--quantize (int8).stochastic_rounding: ['dx'] is not allowed",
+        "--quantize_kwargs (int8).stochastic_rounding: ['dx'] is not allowed",
         "'output', 'grad_input', 'grad_weight'",
         quantize="int8",
         quantize_kwargs={"stochastic_rounding": ["dx"]},
     ),
     wrong("--quantize: unknown scheme 'fp8'", "Did you mean", quantize="fp8"),
-    wrong("--quantize (bf16): unknown key 'output'", quantize_kwargs={"output": "bf16"}),
+    wrong("--quantize_kwargs (bf16): unknown key 'output'", quantize_kwargs={"output": "bf16"}),
     wrong("--quantize_min_size: -1 is out of range", "at least 0", quantize_min_size=-1),
     wrong(
-        "--quantize (int8_weight).activations: 'fp8' is not allowed",
+        "--quantize_kwargs (int8_weight).activations: 'fp8' is not allowed",
         "'none', 'int8', 'int8_sr'",
         quantize="int8_weight",
         quantize_kwargs={"activations": "fp8"},
     ),
-    wrong("--quantize (qat).weight: 'int4' is not allowed", "'int4_g32', 'int4_g128'", **qat(weight="int4")),
-    wrong("--quantize (qat).weight: None is not allowed", "'int4_g32', 'int4_g128'", **qat(weight=None)),
-    wrong("--quantize (qat).activations: 'bf16' is not allowed", "'none', 'int8', 'fp8'", **qat(activations="bf16")),
-    wrong("--quantize (qat): unknown key 'weights'", "Did you mean 'weight'?", **qat(weights="int8")),
+    wrong("--quantize_kwargs (qat).weight: 'int4' is not allowed", "'int4_g32', 'int4_g128'", **qat(weight="int4")),
+    wrong("--quantize_kwargs (qat).weight: None is not allowed", "'int4_g32', 'int4_g128'", **qat(weight=None)),
+    wrong(
+        "--quantize_kwargs (qat).activations: 'bf16' is not allowed", "'none', 'int8', 'fp8'", **qat(activations="bf16")
+    ),
+    wrong("--quantize_kwargs (qat): unknown key 'weights'", "Did you mean 'weight'?", **qat(weights="int8")),
     wrong(
         "--quantize_kwargs.activations: 'fp8' does not go with int8 weights",
         "allowed: none, int8. It goes with int4_g32, int4_g128, fp8_row.",
@@ -350,7 +355,9 @@ CHOICES = [
     ),
     wrong("stochastic_rounding", '"backward":"int8"', quantize="bitnet", quantize_kwargs={"stochastic_rounding": True}),
     wrong(
-        "--quantize (auto).candidates: 'int8' is not allowed", quantize="auto", quantize_kwargs={"candidates": "int8"}
+        "--quantize_kwargs (auto).candidates: 'int8' is not allowed",
+        quantize="auto",
+        quantize_kwargs={"candidates": "int8"},
     ),
     wrong(
         "--quantize_kwargs.candidates: unknown scheme 'int9'",
@@ -365,8 +372,8 @@ CHOICES = [
     ),
     wrong("--quantize_kwargs.candidates: the list is empty", quantize="auto", quantize_kwargs={"candidates": []}),
     wrong("--optim: unknown optimizer 'adam'", "Did you mean 'adamw'?", optim="adam"),
-    wrong("--optim (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
-    wrong("--optim (adamw).betas", "out of range", "0.999999", optim_kwargs={"betas": [1, 1]}),
+    wrong("--optim_kwargs (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
+    wrong("--optim_kwargs (adamw).betas", "out of range", "0.999999", optim_kwargs={"betas": [1, 1]}),
     wrong("--lr_schedule_kwargs: unknown key 'warm_up'", "Did you mean 'warmup'?", lr_schedule_kwargs={"warm_up": 0.1}),
     wrong(
         "--lr_schedule_kwargs: warmup and decay are 100 + 0 steps of a run of 2; give fewer, or more --n_steps",

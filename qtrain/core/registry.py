@@ -64,9 +64,10 @@ class Registry(Generic[T]):
             raise unknown_name(flag, self.kind, name, self._entries)
         return self._entries[name]
 
-    def make(self, name: str, options: Mapping[str, Any], flag: str) -> T:
-        """Build the entry `name` from JSON `options`, checked against its fields. `flag` is named in errors."""
-        cls, where = self.get(name, flag), f"{flag} ({name})"
+    def make(self, name: str, options: Mapping[str, Any], flag: str, options_flag: str | None = None) -> T:
+        """Build the entry `name` from JSON `options`, checked against its fields. `flag` is named in errors;
+        options_flag in those about options, if they come by another flag."""
+        cls, where = self.get(name, flag), f"{options_flag or flag} ({name})"
         checked = check_fields(cls, options, where)
         for key, value in checked.items():
             refuse_empty(f"{where}.{key}", value)

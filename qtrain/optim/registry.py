@@ -100,11 +100,11 @@ class OptimizerRegistry(Registry[OptimizerSpec]):
         super().__init__("optimizer")
         self.libraries: dict[str, Library] = {}
 
-    def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec:
+    def make(self, name: str, options: Mapping[str, Any], flag: str, options_flag: str | None = None) -> OptimizerSpec:
         prefix, dot, _ = name.partition(".")  # "torch.AdamW": no own name has a dot
         if dot and prefix in self.libraries:
             return self.libraries[prefix].make(name, options, flag)
-        return super().make(name, options, flag)
+        return super().make(name, options, flag, options_flag)
 
     def describe_libraries(self) -> list[tuple[str, str]]:
         """(`<prefix>.*`, which names there are or how to get them) of every library."""

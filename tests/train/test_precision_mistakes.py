@@ -65,9 +65,9 @@ SCHEDULES = [
     ),
 ]
 QAT = [
-    (qat(weight=5), "--quantize (qat).weight: 5 is not allowed; it must be one of 'int4_g32'"),
-    (qat(weight=["int8"]), "--quantize (qat).weight: ['int8'] is not allowed"),
-    (qat(activations=True), "--quantize (qat).activations: True is not allowed; it must be one of 'none'"),
+    (qat(weight=5), "--quantize_kwargs (qat).weight: 5 is not allowed; it must be one of 'int4_g32'"),
+    (qat(weight=["int8"]), "--quantize_kwargs (qat).weight: ['int8'] is not allowed"),
+    (qat(activations=True), "--quantize_kwargs (qat).activations: True is not allowed; it must be one of 'none'"),
     (qat(weight="int4_g128"), "8 x int4_g128 takes in-features in multiples of 128"),
     (qat(activations="int8", weight="fp8_row"), "'int8' does not go with fp8_row weights; allowed: none, fp8"),
 ]

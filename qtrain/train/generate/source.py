@@ -35,7 +35,8 @@ class Quantization:
     @property
     def scheme(self) -> Scheme:
         """Raises UserError, also for schemes that need a training run."""
-        scheme = with_overrides(self.overrides, SCHEMES.make(self.name, self.kwargs or {}, "--quantize"))
+        made = SCHEMES.make(self.name, self.kwargs or {}, "--quantize", "--quantize_kwargs")
+        scheme = with_overrides(self.overrides, made)
         root = scheme.root
         if not isinstance(root, LowBitScheme) and not root.leaves_all:
             raise UserError(f"--quantize: {self.name!r} times schemes as they train; name the scheme to generate in.")

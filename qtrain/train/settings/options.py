@@ -46,7 +46,9 @@ class Options:
             return self.base_scheme
         if self.phases and self.base_scheme is None:
             return built_scheme(self.phases, settings.quantize_overrides)
-        default = self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+        default = self.base_scheme or SCHEMES.make(
+            settings.quantize, settings.quantize_kwargs or {}, "--quantize", "--quantize_kwargs"
+        )
         return with_overrides(settings.quantize_overrides, default)
 
     @cached_property
@@ -61,7 +63,7 @@ class Options:
 
     @cached_property
     def _named_optimizer(self) -> OptimizerSpec:
-        return OPTIMIZERS.make(self.settings.optim, self.settings.optim_kwargs or {}, "--optim")
+        return OPTIMIZERS.make(self.settings.optim, self.settings.optim_kwargs or {}, "--optim", "--optim_kwargs")
 
     @cached_property
     def offload(self) -> frozenset[str]:
