@@ -246,6 +246,22 @@ def test_attention_by_the_operator_is_the_same(monkeypatch):
         assert (found_grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-6, name
 
 
+def test_blocks_compile_whole(monkeypatch):
+    """With all kernels' operators, and the bits of blocks that are not compiled."""
+    monkeypatch.setattr(vision_layers, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(vision_layers, "takes_packed_attention", lambda qkv: True)
+    results = []
+    for compiled in (False, True):
+        _, model = timm_and_ours(CPU, torch.float32)
+        quantize_linears(model, SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "--quantize_kwargs"), seed=3)
+        for block in repeated_blocks(model) if compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        torch.manual_seed(1)
+        results.append(step_of(model, torch.randn(2, 3, 28, 28)))
+    (expected, grads), (found, found_grads) = results
+    assert torch.equal(found, expected) and all(torch.equal(found_grads[name], grads[name]) for name in grads)
+
+
 def test_other_layers_are_left():
     from timm.layers import Attention, GluMlp, SwiGLUPacked
 
