@@ -136,7 +136,9 @@ class ImageLoader(PrefetchLoader):
         if num_workers:
             # Worker n produces every num_workers-th step's micro-batch; they are taken in turn.
             ranges = [(maker, start + n * ranks, num_workers * ranks, rank, ranks) for n in range(num_workers)]
-            super().__init__([PrefetchProcess(_every_nth, args, PREFETCH) for args in ranges])
+            # Of several processes one batch each is enough, and one that arrives: they are in pinned memory.
+            prefetch = PREFETCH if num_workers == 1 else 1
+            super().__init__([PrefetchProcess(_every_nth, args, prefetch) for args in ranges])
         else:
             # One waits in the queue and one to be put into it.
             decoded = PrefetchThread(_decoded(maker, start, rank, ranks), PREFETCH - 1)
