@@ -60,9 +60,9 @@ def _column_sums_kernel(
         tl.store(out_ptr + column[None, :], sum_rows(terms), (column < n)[None, :])
 
 
-def empty_column_sums(x: Tensor, wanted: bool = True) -> Tensor:
-    """Memory for the sums of the columns of x; none if they are not wanted."""
-    return x.new_empty(x.shape[1] if wanted else 0, dtype=torch.float32)
+def empty_column_sums(x: Tensor, columns: int) -> Tensor:
+    """Memory for the sums of so many columns, on the device of x; 0: of none, where they are not wanted."""
+    return x.new_empty(columns, dtype=torch.float32)
 
 
 def launch_column_sums(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -71,7 +71,7 @@ def launch_column_sums(x: Tensor, out: Tensor | None = None) -> Tensor:
     m, n = x.shape
     blocks = triton.cdiv(n, COLUMNS)
     parts = min(triton.cdiv(m, ROWS), max(LEAST_PARTS, triton.cdiv(m, ROWS_A_CTA)), MOST_PARTS)
-    out = empty_column_sums(x) if out is None else out
+    out = empty_column_sums(x, n) if out is None else out
     terms = x.new_empty(parts, n, dtype=torch.float32)
     _column_sums_kernel[(parts * blocks,)](
         x, terms, out, arrival_counters(x.device), m, n, x.stride(0), parts,
@@ -80,7 +80,7 @@ def launch_column_sums(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-@operator("column_sums", fake=lambda x: empty_column_sums(x))
+@operator("column_sums", fake=lambda x: empty_column_sums(x, x.shape[1]))
 def column_sums(x: Tensor) -> Tensor:
     """x [M, N] of any float dtype -> the sums of its columns, fp32 [N]."""
     takes = x.is_cuda and forced() != "ref" and x.numel() > 0 and x.stride(1) == 1
@@ -89,4 +89,4 @@ def column_sums(x: Tensor) -> Tensor:
 
 def column_sums_if(wanted: bool, x: Tensor) -> Tensor:
     """`column_sums` of x, or none: fp32 [0]."""
-    return column_sums(x) if wanted else empty_column_sums(x, False)
+    return column_sums(x) if wanted else empty_column_sums(x, 0)

@@ -79,7 +79,9 @@ class OptimizerLibrary:
             return f"the classes of {self.module}, such as {self.example}; needs: pip install {self.package}"
         return f"the classes of {self.module}: {', '.join(names)}"
 
-    def make(self, name: str, options: Mapping[str, Any], flag: str) -> LibraryOptimizer:
+    def make(
+        self, name: str, options: Mapping[str, Any], flag: str, options_flag: str | None = None
+    ) -> LibraryOptimizer:
         """The optimizer called `<prefix>.<class>`, its options checked. UserError naming `flag` where there is none."""
         prefix, _, class_name = name.partition(".")
         try:
@@ -90,7 +92,7 @@ class OptimizerLibrary:
             raise unknown_name(flag, "optimizer", name, [f"{prefix}.{key}" for key in classes if key not in _REFUSED])
         if class_name in _REFUSED:
             raise UserError(f"{flag}: {name} cannot train here: {_REFUSED[class_name]}.")
-        cls, where = classes[class_name], f"{flag} ({name})"
+        cls, where = classes[class_name], f"{options_flag or flag} ({name})"
         options = _checked_options(cls, options, where)
         try:
             # What the signature does not tell: ranges, combinations.

@@ -88,7 +88,9 @@ class OptimizerSpec(ABC):
 class Library(Protocol):
     """Another package's optimizers, named `<prefix>.<class>`."""
 
-    def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec: ...
+    def make(
+        self, name: str, options: Mapping[str, Any], flag: str, options_flag: str | None = None
+    ) -> OptimizerSpec: ...
 
     def describe(self) -> str: ...
 
@@ -103,7 +105,7 @@ class OptimizerRegistry(Registry[OptimizerSpec]):
     def make(self, name: str, options: Mapping[str, Any], flag: str, options_flag: str | None = None) -> OptimizerSpec:
         prefix, dot, _ = name.partition(".")  # "torch.AdamW": no own name has a dot
         if dot and prefix in self.libraries:
-            return self.libraries[prefix].make(name, options, flag)
+            return self.libraries[prefix].make(name, options, flag, options_flag)
         return super().make(name, options, flag, options_flag)
 
     def describe_libraries(self) -> list[tuple[str, str]]:

@@ -62,6 +62,11 @@ class NeedsGradient(NamedTuple):
     up_bias: bool = False
     down_bias: bool = False
 
+    @property
+    def activation(self) -> bool:
+        """Whether it computes that of the activation, which all before it need."""
+        return self.x or self.up or self.up_bias
+
 
 class MLPBiases(NamedTuple):
     """Of the two linears, [2I] and [N]."""
@@ -126,7 +131,7 @@ def mlp_forward(
         None if memory.gate_up_8bit else column_amax,
         codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
-        codes_or(down.weight.columns, w_down) if needs_dh(needs) else None,
+        codes_or(down.weight.columns, w_down) if needs.activation else None,
         h_grad_weight if keeps_activation else None,
     )
     y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype, biases.down)
@@ -135,11 +140,6 @@ def mlp_forward(
         y = y + zero
     dtypes = w_up.dtype, w_down.dtype
     return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes, memory)
-
-
-def needs_dh(needs: NeedsGradient) -> bool:
-    """Whether backward computes the gradient of the activation, which all before it need."""
-    return needs.x or needs.up or needs.up_bias
 
 
 class MLPGradients(NamedTuple):
@@ -161,12 +161,12 @@ def mlp_backward(
 ) -> MLPGradients:
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes, memory = saved
     dx = dup = ddown = dots = up_sums = down_sums = None
-    dy_request = down.request("dy", NeedsOperand(needs_dh(needs), needs.down))
+    dy_request = down.request("dy", NeedsOperand(needs.activation, needs.down))
     if needs.down_bias:
         (dy_grad_input, dy_grad_weight), down_sums = quantize_with_sums(dy, dy_request)
     else:
         dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
-    if needs_dh(needs):
+    if needs.activation:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if memory.gate_up_8bit:
         gate_up = restored_gate_up(gate_up, dy.dtype)
@@ -179,7 +179,7 @@ def mlp_backward(
         ((grad_input, grad_weight), dots, up_sums), h_grad_weight = _rowwise_backward(
             gate_up, dh, column_amax, rowwise, up.block_groups, router_dots, needs.up_bias
         )
-    elif needs_dh(needs):
+    elif needs.activation:
         request = up.request("dy", NeedsOperand(needs.x, needs.up))
         (grad_input, grad_weight), dots, up_sums = quantize_swiglu_operands(
             gate_up, dh, request, router_dots, needs.up_bias

@@ -62,7 +62,7 @@ def _attention_queries_kernel(
         k, v = load_rows(k_desc, sequence, key_start, kv_column), load_rows(v_desc, sequence, key_start, kv_column)
         s, dp = tl.dot(q, k.T), tl.dot(do, v.T)
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if hides_some(key_start, start, high, seq, QUERIES, KEYS, CAUSAL):
+        if hides_some(key_start, start, high, seq, KEYS, CAUSAL):
             key = key_start + tl.arange(0, KEYS)[None]
             p = tl.where(is_seen(key, start + query[:, None], first[:, None], first_ptr, seq, CAUSAL), p, 0.0)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
@@ -102,7 +102,7 @@ def _attention_keys_kernel(
         s, dp = tl.dot(k, q.T), tl.dot(v, do.T)  # [KEYS, QUERIES]
         p = tl.exp2(s * (scale * LOG2E) - lse)
         first, _, high = first_keys(first_ptr, sequence * seq + query_start, QUERIES)
-        if hides_some(start, query_start, high, seq, QUERIES, KEYS, CAUSAL):
+        if hides_some(start, query_start, high, seq, KEYS, CAUSAL):
             seen = is_seen(key[:, None], query_start + query[None], first[None], first_ptr, seq, CAUSAL)
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)

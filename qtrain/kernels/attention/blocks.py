@@ -84,7 +84,7 @@ def first_keys(first_ptr, at, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def hides_some(key_start, query_start, high, seq, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+def hides_some(key_start, query_start, high, seq, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether a query of a block does not see a key of a block. high: of `first_keys`."""
     if CAUSAL:
         return (key_start + KEYS > query_start) | (key_start < high)

@@ -28,11 +28,9 @@ def forward_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
 def backward_cudnn(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> Gradients:
-    heads_first = (t.transpose(1, 2) for t in (do, q, k, v, o))
+    heads_first, rows = (t.transpose(1, 2) for t in (do, q, k, v, o)), lse.contiguous()[..., None]
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, which there is none of
     backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    found = backward(
-        *heads_first, lse[..., None], seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
-    )
+    found = backward(*heads_first, rows, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale)
     dq, dk, dv = (t.transpose(1, 2).contiguous() for t in found)
     return dq, dk, dv

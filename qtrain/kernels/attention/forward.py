@@ -46,7 +46,7 @@ def _attention_forward_kernel(
     for key_start in tl.range(low // KEYS * KEYS, start + QUERIES if CAUSAL else seq, KEYS):
         k, v = load_rows(k_desc, sequence, key_start, kv_column), load_rows(v_desc, sequence, key_start, kv_column)
         s = tl.dot(q, k.T) * (scale * LOG2E)
-        if hides_some(key_start, start, high, seq, QUERIES, KEYS, CAUSAL):
+        if hides_some(key_start, start, high, seq, KEYS, CAUSAL):
             key = key_start + tl.arange(0, KEYS)[None]
             seen = is_seen(key, start + query[:, None], first[:, None], first_ptr, seq, CAUSAL)
             s = tl.where(seen, s, -float("inf"))

@@ -50,33 +50,40 @@ def _empty_packed_attention(qkv):
 @operator("packed_attention", fake=_empty_packed_attention)
 def _packed_attention(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = qkv.contiguous().unbind(2)
+    if not qkv.is_cuda:
+        return _with_padding(*attention_ref(q, k, v, scale, causal=False))
 
     def run(name: str) -> tuple[Tensor, Tensor]:
-        if name == OWN:
-            return launch_forward(q, k, v, scale, causal=False)
-        o, lse = forward_cudnn(q, k, v, scale, False) if name == CUDNN else attention_ref(q, k, v, scale, causal=False)
-        return o, F.pad(lse, (0, padded(lse.shape[-1]) - lse.shape[-1]))
+        if name == CUDNN:
+            return _with_padding(*forward_cudnn(q, k, v, scale, causal=False))
+        return launch_forward(q, k, v, scale, causal=False)
 
-    return run(choose("packed_attention", _key(qkv), _names(), run) if qkv.is_cuda else "ref")
+    return run(choose("packed_attention", _key(qkv), _names(), run))
+
+
+def _with_padding(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse [B, H, S] as our kernels leave and read it."""
+    return o, F.pad(lse, (0, padded(lse.shape[-1]) - lse.shape[-1]))
 
 
 @operator("packed_attention_backward", fake=lambda qkv: torch.empty_like(qkv, memory_format=torch.contiguous_format))
 def packed_attention_backward(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, scale: float) -> Tensor:
     """The gradient of qkv [B, S, 3, H, D], given that of o [B, S, H, D]. lse: fp32 [B, H, padded(S)]."""
     do, (q, k, v) = do.contiguous(), qkv.contiguous().unbind(2)
+    without_padding = do, q, k, v, o, lse[..., : qkv.shape[1]], scale
+    if not qkv.is_cuda:
+        return torch.stack(attention_backward_ref(*without_padding, causal=False), 2)
 
     def run(name: str) -> Tensor:
-        if name == OWN:
-            dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-            dq, dk, dv = dqkv.unbind(2)
-            _, delta = launch_queries(do, q, k, v, o, lse, scale, causal=False, out=dq)
-            launch_keys(do, q, k, v, lse, delta, scale, causal=False, out=(dk, dv))
-            return dqkv
-        used = lse[..., : qkv.shape[1]].contiguous()
-        gradients = backward_cudnn if name == CUDNN else attention_backward_ref
-        return torch.stack(gradients(do, q, k, v, o, used, scale, causal=False), 2)
+        if name == CUDNN:
+            return torch.stack(backward_cudnn(*without_padding, causal=False), 2)
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        dq, dk, dv = dqkv.unbind(2)
+        _, delta = launch_queries(do, q, k, v, o, lse, scale, causal=False, out=dq)
+        launch_keys(do, q, k, v, lse, delta, scale, causal=False, out=(dk, dv))
+        return dqkv
 
-    return run(choose("packed_attention_backward", _key(qkv), _names(), run) if qkv.is_cuda else "ref")
+    return run(choose("packed_attention_backward", _key(qkv), _names(), run))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:

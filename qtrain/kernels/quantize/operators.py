@@ -247,7 +247,7 @@ def quantize_dual_into(
 def _empty_quantize_dual_delayed(x, fmt, token_of_row, sums):
     x = x.new_empty(RowIndex(token_of_row).shape(x))  # [M, K]; x is [T, K]
     (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale), empty_column_sums(x, sums)
+    return codes, codes_t, scale, torch.empty_like(scale), empty_column_sums(x, x.shape[1] if sums else 0)
 
 
 @operator("quantize_dual_delayed", fake=_empty_quantize_dual_delayed)
@@ -282,7 +282,7 @@ def quantize_dual_delayed(
     # fp32 [1], and a zero int32 [1] that the quantizer's atomics raise to the absmax.
     scale, amax = launch_delayed_scale(x, known, fmt, power_of_two, index.values)
     if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
-        total = empty_column_sums(x, sums)
+        total = empty_column_sums(x, x.shape[1] if sums else 0)
         codes, _, codes_t, _ = launch_dual_bf16x2(
             x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index, held=group_of_block,
             column_sums=total if sums else None,

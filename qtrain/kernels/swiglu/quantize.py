@@ -103,7 +103,8 @@ def quantize_swiglu(
 def _empty_quantize_swiglu_delayed(x, dy, fmt, router_dots, sums):
     y = _empty_like(x, dy)
     (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale), empty_router_dots(x, router_dots), empty_column_sums(y, sums)
+    dots, total = empty_router_dots(x, router_dots), empty_column_sums(x, y.shape[1] if sums else 0)
+    return codes, codes_t, scale, torch.empty_like(scale), dots, total
 
 
 @operator("quantize_swiglu_delayed", fake=_empty_quantize_swiglu_delayed)
@@ -129,7 +130,8 @@ def quantize_swiglu_delayed(
         return *quantized, dots, total
     # Reads x and dy only where no scale is known yet, in the first step.
     scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
-    dots, total = empty_router_dots(x, router_dots), empty_column_sums(_empty_like(x, dy), sums)
+    width = x.shape[1] // 2 if dy is None else x.shape[1]  # of y or dx
+    dots, total = empty_router_dots(x, router_dots), empty_column_sums(x, width if sums else 0)
     # power_of_two False: the given scale is rounded already.
     codes, _, codes_t, _ = launch_dual_bf16x2(
         x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, held=group_of_block,
@@ -166,7 +168,7 @@ def quantize_swiglu_rowwise(
 def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, router_dots, sums):
     dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
     columns = empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups)
-    return *dual, *columns, empty_router_dots(x, router_dots), empty_column_sums(x, sums)
+    return *dual, *columns, empty_router_dots(x, router_dots), empty_column_sums(x, x.shape[1] if sums else 0)
 
 
 @operator("quantize_swiglu_backward", fake=_empty_quantize_swiglu_backward)

@@ -65,7 +65,7 @@ def check_given(x, fmt, scale, stochastic=""):
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale), expected, note)
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax), expected, note)
     same([amax.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
-    sums = empty_column_sums(x)
+    sums = empty_column_sums(x, x.shape[1])
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, column_sums=sums), expected, note)
     check_column_sums(sums, x)
 
