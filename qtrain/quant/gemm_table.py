@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
-from qtrain.kernels.gemm.low_rank_mm import low_rank_mm
+from qtrain.kernels.gemm.low_rank_mm import low_rank_mm, plain_low_rank_mm
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
@@ -135,10 +135,10 @@ def multiply(
 ) -> Tensor:
     """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`, and the
     product of low_rank to either."""
-    if low_rank is not None and not adds_low_rank(*(getattr(t, "format", None) for t in (a, b))):
-        y = multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
-        return torch.addmm(y, low_rank[0], low_rank[1].t())
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if low_rank is not None and not adds_low_rank(a.format, b.format):
+            y = multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
+            return torch.addmm(y, low_rank[0], low_rank[1].t())
         if b.format.fmt == "nf4":
             b = _nf4_in_8_bits(gemm, a, b)
         elif gemm == "grad_input" and b.format.sum_dim == 0:
@@ -150,6 +150,8 @@ def multiply(
     if gemm == "grad_input" and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
         b = _read_after(a, b)
     a, b = (t.values(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if low_rank is not None:
+        return plain_low_rank_mm(a, b if gemm == "output" else b.t(), *low_rank, bias)
     if gemm == "output":
         return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]

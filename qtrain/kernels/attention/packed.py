@@ -25,9 +25,9 @@ LONGEST_SEQUENCE = 1024
 
 
 def takes_packed_attention(qkv: Tensor) -> bool:
-    """Whether there are kernels for qkv [B, S, 3, H, D]: on Hopper, for bf16, D of 64 or 128, S up to
+    """Whether there are kernels for qkv [B, S, 3, H, D]: on Hopper, for bf16, D of 64 or 128, S of 2 (cuDNN's least) to
     LONGEST_SEQUENCE."""
-    sizes = qkv.shape[-1] in KEYS_TILINGS and qkv.shape[1] <= LONGEST_SEQUENCE and qkv.numel() > 0
+    sizes = qkv.shape[-1] in KEYS_TILINGS and 1 < qkv.shape[1] <= LONGEST_SEQUENCE and qkv.numel() > 0
     return qkv.is_cuda and qkv.dtype == torch.bfloat16 and sizes and forced() != "ref" and has_wgmma(qkv.device)
 
 

@@ -7,10 +7,12 @@ cores add the rank's product to them in fp32; what is rounded is the sum.
 
 The operands of the rank are read in the epilogue, from the L2 cache, and need shared memory beside that of the
 pipeline: tiles have fewer stages. Where that costs more than it saves, or the rank is large, the dispatch takes two
-passes: `scaled_mm`, to whose output cuBLAS adds the product in place.
+passes: `scaled_mm`, to whose output cuBLAS adds the product in place. So it is in high precision, where this is one
+operator for the compiler's sake: of `torch.addmm` it makes a copy of the sum first.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.core.hardware.capabilities import has_fp8
@@ -95,3 +97,10 @@ def low_rank_mm(
     rows = scales_rows((scale_a, scale_b))
     key = (len(a), len(b), a.shape[1], left.shape[1], a.dtype, b.dtype, dtype, *rows, fast_accum)
     return run(choose("low_rank_mm", key, low_rank_mm_names(a, b, left, fast_accum), run))
+
+
+@operator("plain_low_rank_mm", fake=lambda a, b: a.new_empty(a.shape[0], b.shape[0]))
+def plain_low_rank_mm(a: Tensor, b: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A · Bᵀ + left · rightᵀ + bias of A [M, K] and B [N, K], all in the same dtype, B and right [N, r] in any strides;
+    the sum is rounded twice."""
+    return F.linear(a, b, bias).addmm_(left, right.t())

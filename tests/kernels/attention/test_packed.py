@@ -114,7 +114,8 @@ def test_what_the_kernels_do_not_take(monkeypatch):
             self.shape, self.dtype = torch.Size(shape), dtype
             self.numel = self.shape.numel
 
-    assert takes_packed_attention(OnGPU(2, 257, 3, 4, 64)) and takes_packed_attention(OnGPU(2, 1, 3, 4, 128))
+    assert takes_packed_attention(OnGPU(2, 257, 3, 4, 64)) and takes_packed_attention(OnGPU(2, 2, 3, 4, 128))
+    assert not takes_packed_attention(OnGPU(2, 1, 3, 4, 64))  # cuDNN refuses it
     assert not takes_packed_attention(OnGPU(2, 257, 3, 4, 80)) and not takes_packed_attention(OnGPU(2, 1025, 3, 4, 64))
     assert not takes_packed_attention(OnGPU(0, 257, 3, 4, 64))
     assert not takes_packed_attention(OnGPU(2, 257, 3, 4, 64, dtype=torch.float16))
@@ -122,27 +123,31 @@ def test_what_the_kernels_do_not_take(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [OWN, CUDNN])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seq", "heads", "dim"), [(257, 4, 64), (197, 3, 64), (50, 2, 128), (1024, 2, 64), (1, 2, 64)])
-def test_either_implementation_against_fp64(seq, heads, dim, kind, name, monkeypatch):
-    """And every run of ours has the same bits."""
+@pytest.mark.parametrize(("seq", "heads", "dim"), [(257, 4, 64), (197, 3, 64), (50, 2, 128), (1024, 2, 64), (2, 2, 64)])
+def test_either_implementation_against_fp64(seq, heads, dim, kind, monkeypatch):
+    """Of outliers, whose scores are in the hundreds, both lose digits: ours no more than twice cuDNN's. And every run
+    of ours has the same bits."""
     if seq < 8 and kind != "normal":
-        pytest.skip("a sequence of one token has no other rows")
-    monkeypatch.setattr("qtrain.kernels.attention.packed.choose", lambda op, key, names, run: name)
+        pytest.skip("two tokens have no other rows")
     qkv, do = packed(3, seq, heads, dim, kind, torch.bfloat16, "cuda")
     scale = dim**-0.5
     expected, _, gradient = truth(qkv, do, scale)
 
-    def run():
+    def run(name):
+        monkeypatch.setattr("qtrain.kernels.attention.packed.choose", lambda op, key, names, run: name)
         leaf = qkv.detach().requires_grad_()
         o = packed_attention(leaf, scale)
         o.backward(do)
         return o.detach(), leaf.grad
 
-    o, dqkv = run()
-    assert (o - expected).norm() < 5e-3 * expected.norm()
-    for found, true in zip(dqkv.unbind(2), gradient.unbind(2), strict=True):
-        assert (found - true).norm() <= 1e-2 * true.norm() + 1e-3 * do.double().norm() * (seq == 1)
-    if name == OWN:
-        assert all(torch.equal(a, b) for a, b in zip((o, dqkv), run(), strict=True))
+    def norms(dqkv):
+        found = ((dqkv.double() - gradient).square().sum((0, 1, 3, 4)), gradient.square().sum((0, 1, 3, 4)))
+        return (found[0] / found[1]).sqrt()
+
+    ours, theirs = run(OWN), run(CUDNN)
+    for o, dqkv in ours, theirs:
+        assert (o - expected).norm() < 5e-3 * expected.norm()
+        assert (norms(dqkv) < (0.1 if kind == "outlier" else 1e-2)).all()
+    assert (norms(ours[1]) < 2 * norms(theirs[1]) + 1e-3).all()
+    assert all(torch.equal(a, b) for a, b in zip(ours, run(OWN), strict=True))

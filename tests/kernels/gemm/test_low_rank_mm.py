@@ -13,6 +13,7 @@ from qtrain.kernels.gemm.low_rank_mm import (
     low_rank_mm,
     low_rank_mm_names,
     low_rank_mm_ref,
+    plain_low_rank_mm,
 )
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, operands, truth
@@ -113,3 +114,32 @@ def test_every_implementation(dtypes, name, tensorwise, monkeypatch):
 def test_operator():
     codes, factors = operands(5, 16, 32, DTYPES[0]), low_rank(5, 16, 8, torch.bfloat16)
     torch.library.opcheck(low_rank_mm, (*codes, *factors))
+
+
+def check_plain(device: str) -> None:
+    """Against fp64, B as both GEMMs of a linear have it; of which the first one is rounded, then the sum."""
+    for m, n, k, rank in [(33, 24, 300, 8), (1, 20, 64, 5), (7, 16, 8, 0), (0, 8, 8, 4)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = (t.to(device, dtype) for t in (torch.randn(m, k), torch.randn(n, k)))
+            left, right = (low_rank(m, n, rank, dtype, device)) if m else (a.new_ones(0, rank), a.new_ones(n, rank))
+            bias = torch.randn(n).to(device, dtype)
+            for weight, added in ((b, bias), (b.t().contiguous().t(), None)):
+                out = plain_low_rank_mm(a, weight, left, right, added)
+                product = a.double() @ b.double().t() + (0 if added is None else added.double())
+                expected = product + left.double() @ right.double().t()
+                size = a.double().abs() @ b.double().abs().t() + left.double().abs() @ right.double().abs().t() + 3
+                rounding = torch.finfo(dtype).eps * (product.abs() + expected.abs())
+                assert out.dtype == dtype and ((out.double() - expected).abs() <= rounding + 2**-20 * size).all()
+
+
+def test_plain():
+    check_plain("cpu")
+    a, b, left, right = torch.randn(5, 8), torch.randn(8, 6).t(), torch.randn(5, 4), torch.randn(4, 6).t()
+    torch.library.opcheck(plain_low_rank_mm, (a, b, left, right))
+    left[2, 1] = float("nan")
+    assert plain_low_rank_mm(a, b, left, right).isnan().any(1).tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.gpu
+def test_plain_on_gpu():
+    check_plain("cuda")

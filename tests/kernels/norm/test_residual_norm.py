@@ -59,7 +59,10 @@ def check(backward, device: str, dtype: torch.dtype, cases, centered: bool) -> N
             assert torch.equal(ours.isfinite(), truth.isfinite()), (case, name)
             ours, truth, theirs = (t.nan_to_num(0, 0, 0) for t in (ours, truth, theirs))
             # A row of dx is the sum of two terms, each of which is computed with the rounding of its size.
-            assert worst_error(ours, truth) <= max(1.01 * worst_error(theirs, truth), rounding), (case, name)
+            # A LayerNorm of one column is 0; its gradient, too, but for dy * weight's rounding, divided by sqrt(EPS).
+            one_column = eps / 2 / EPS**0.5 if centered and case[0][1] == 1 and dtype == torch.float32 else 0
+            allowed = max(1.01 * worst_error(theirs, truth), rounding, one_column)
+            assert worst_error(ours, truth) <= allowed, (case, name)
 
 
 @pytest.mark.parametrize("centered", [False, True])
