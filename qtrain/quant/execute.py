@@ -260,10 +260,16 @@ def writes_swiglu_codes(scheme: LowBitScheme, name: TensorName, needs: NeedsOper
 
 def writes_softmax_codes(scheme: LowBitScheme, needs: NeedsOperand, logits: Tensor) -> bool:
     """Whether `quantize_operands` of these logits' `SoftmaxGradient` needs none of its values."""
+    fmt = softmax_codes_format(scheme, needs)
+    return fmt is not None and supports_softmax_grad(logits, fmt)
+
+
+def softmax_codes_format(scheme: LowBitScheme, needs: NeedsOperand = BOTH) -> str | None:
+    """The format in which a scheme takes the gradient of logits without its values in memory; None: it needs them."""
     rows, columns = scheme.formats_of("dy", needs)
-    if not scheme.amax_history or rows is None or (needs.columns and columns != rows):
-        return False
-    return not any(scheme.rounds("dy")) and supports_softmax_grad(logits, rows.fmt)
+    if not scheme.amax_history or rows is None or (needs.columns and columns != rows) or any(scheme.rounds("dy")):
+        return None
+    return rows.fmt if rows.fmt in ("e4m3", "e5m2") else None
 
 
 def rowwise_swiglu(

@@ -47,7 +47,8 @@ class LowBitBytes:
     """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
     down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it; swiglu_codes:
     the operator that computes down's input writes codes alone; gate_up_8bit: backward reads gate_up's output in 8
-    bits. layers: of each layer with the linears that it has, where layers are not alike; () where all are as `layer`
+    bits; softmax_codes: the head's `grad_input` and `grad_weight` read codes that are computed from the logits.
+    layers: of each layer with the linears that it has, where layers are not alike; () where all are as `layer`
     says."""
 
     layer: Mapping[str, LinearBytes]
@@ -55,6 +56,7 @@ class LowBitBytes:
     down_input_recomputed: bool = False
     swiglu_codes: bool = False
     gate_up_8bit: bool = False
+    softmax_codes: bool = False
     layers: tuple["LowBitBytes", ...] = ()
 
     def linears(self, config: ModelConfig) -> Iterator[tuple[str, int, int, LinearBytes]]:

@@ -16,7 +16,7 @@ chunk of an MLP reads its weights, what is in host memory passes through the dev
                                         (`scheme_bytes.adapter_passes`)
     what is not kept                    computed again: RECOMPUTED_PASSES times its bytes
 
-and of the loss, with V logits, 3·V·b: two reads, and their gradient.
+and of the loss, with V logits, 3·V·b: two reads, and their gradient; V·b where the head's quantizer computes that.
 What a GEMM or attention itself reads and writes is part of its rate.
 """
 
@@ -65,10 +65,16 @@ def between_products(
             fused = 2 * 3 if low_bit.swiglu_codes else 0
             total += count * rows / 2 * element * (8 - fused)
     total += sum(_adapter(layers[a.name], a, element, low_bit.layer[a.name], step.recompute) for a in adapters)
-    total += 3 * config.vocab_size * element
+    total += (1 if low_bit.softmax_codes else 3) * config.vocab_size * element
     if low_bit.head is not None:
         total += c * low_bit.head.x_quantizer + config.vocab_size * low_bit.head.dy_quantizer
     return total + _recomputed(config, step, low_bit)
+
+
+def requantized_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
+    """That are read and written where the weights of all linears are quantized again, once a step."""
+    head = [] if low_bit.head is None else [(embedding_elements(config), low_bit.head)]
+    return sum(n * (step.element + linear.codes) for n, linear in (*low_bit.sizes(config), *head) if linear.codes)
 
 
 def _adapter(n: LayerLinear, adapted: AdaptedLinear, element: int, linear: LinearBytes, kinds: Kinds) -> float:

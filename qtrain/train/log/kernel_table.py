@@ -9,6 +9,10 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from qtrain.train.log.kernel_kinds import KINDS, OTHER, kernel_kind
 
+BETWEEN = ("quantize", "norm and RoPE", "activation function", "loss", "sums")
+"""Kinds of what is read and written between products."""
+FLOORS = ("attention", "between products", "optimizer")
+"""Of the plan's kinds of work those that are no products of linears."""
 MOST_NAMES = 8
 """Kernels of a kind that are listed by name."""
 NAME_WIDTH = 90
@@ -52,7 +56,8 @@ class KernelTable:
     idle: float
     """While no kernel ran."""
     floor: Mapping[str, float]
-    """The plan's shortest times: of `GEMM` and `attention`, at dense peaks."""
+    """The plan's shortest times: of `GEMM` and `attention` at dense peaks, of the others of FLOORS at the bandwidth of
+    a copy."""
     overlap: float = 0.0
     """While more than one kernel ran, counted once for each further one."""
 
@@ -74,18 +79,22 @@ class KernelTable:
 
     def text(self) -> str:
         """The whole table: kinds, GEMMs first, then the kernels of each by name."""
+        groups = {"all GEMMs": [kind for kind in self.ms if kind.startswith("GEMM")]}
+        groups["all between products"] = [kind for kind in self.ms if kind in BETWEEN]
         lines = [f"{'kind':22}{'ms a step':>12}{'share':>8}{'launches':>10}{'floor ms':>10}{'of floor':>10}", ""]
-        gemms = [kind for kind in self.ms if kind.startswith("GEMM")]
-        lines += [self._row(kind, self.ms[kind], self.launches[kind]) for kind in gemms]
-        if gemms:
-            ms, launches = (sum(values[kind] for kind in gemms) for values in (self.ms, self.launches))
-            lines.append(self._row("all GEMMs", ms, launches, self.floor.get("GEMM")))
-        others = [kind for kind in self.ms if kind not in gemms]
+        for (name, kinds), floor in zip(groups.items(), ("GEMM", "between products"), strict=True):
+            lines += [self._row(kind, self.ms[kind], self.launches[kind]) for kind in kinds]
+            if kinds:
+                ms, launches = (sum(values[kind] for kind in kinds) for values in (self.ms, self.launches))
+                lines.append(self._row(name, ms, launches, self.floor.get(floor)))
+        others = [kind for kind in self.ms if not any(kind in kinds for kinds in groups.values())]
         lines += [self._row(kind, self.ms[kind], self.launches[kind], self.floor.get(kind)) for kind in others]
         # Negative, so that the column adds up to the step.
         lines += [self._row("overlapping", -self.overlap), self._row("idle", self.idle)]
         lines += [self._row("step", self.total, sum(self.launches.values()), sum(self.floor.values())), ""]
-        lines.append("floor: the plan's FLOPs at the dense peak of each GEMM's arithmetic; other kinds have none")
+        lines.append(
+            "floor: the plan's FLOPs at the dense peak of each GEMM's arithmetic, its bytes at a copy's bandwidth"
+        )
         for kind, names in self.by_name.items():
             lines += ["", f"{kind}:"]
             lines += [
@@ -137,6 +146,6 @@ def _busy(kernels: list[Kernel]) -> tuple[float, float]:
 
 
 def _grouped(floor: Mapping[str, float]) -> dict[str, float]:
-    """The plan's kinds of work as the table's: all but attention are products."""
-    gemm = sum(ms for kind, ms in floor.items() if kind != "attention")
-    return {kind: ms for kind, ms in (("GEMM", gemm), ("attention", floor.get("attention", 0.0))) if ms}
+    """The plan's kinds of work as the table's: all but FLOORS are products."""
+    gemm = sum(ms for kind, ms in floor.items() if kind not in FLOORS)
+    return {kind: ms for kind, ms in (("GEMM", gemm), *((kind, floor.get(kind, 0.0)) for kind in FLOORS)) if ms}

@@ -9,7 +9,7 @@ from qtrain.core.hardware.device import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.memory import Peak
 from qtrain.models.cost.parameters import count_parameters, flops_per_token, forward_again, layer_linears, linear_key
-from qtrain.models.cost.step_traffic import moved_bytes
+from qtrain.models.cost.step_traffic import moved_bytes, requantized_bytes
 from qtrain.models.cost.teacher import teacher_flops
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.local_config import local_config
@@ -78,6 +78,7 @@ def plan_language_run(
             own.trained_in_full,
         ),
         update_bytes=run.update_bytes(),
+        requantized_bytes=0.0 if run.adapters else requantized_bytes(own_config, run.step_shape, run.low_bit),
         traffic=functools.partial(language_traffic, run),
         resharding=settings.reshard_after_forward,
     )

@@ -88,6 +88,9 @@ class Plan:
     and what moves because of settings that only move memory."""
     sol_source: str = ""
     """Of which runs that fraction is; "": of none that are like this one."""
+    memory_seconds: Mapping[str, float] = field(default_factory=dict)
+    """The shortest time of a step's work that is bound by memory, at the bandwidth of a copy: `between products`, with
+    the weights' codes, and `optimizer`; those that are known."""
     advice: tuple[str, ...] = ()
     """What to change where it does not fit, or where much memory is free."""
     within: Callable[[float], str | None] = lambda _: None
@@ -253,6 +256,8 @@ class Figures:
     """Of a GPU's memory in a step, because of settings that only move memory (`models/cost/step_traffic.py`)."""
     update_bytes: float = 0.0
     """That the optimizer's step reads and writes on one GPU; 0: its time is part of the fraction that was measured."""
+    requantized_bytes: float = 0.0
+    """That are read and written where the weights are quantized after it."""
     traffic: Callable[[], Traffic]
     """The communication of a step on any mesh; asked with --world_size only."""
     resharding: str = "never"
@@ -359,7 +364,15 @@ def _with_figures(
         step_seconds=sum(passes) + update / checked.mesh.shard + figures.moved_bytes / bandwidth + waits,
         sol_source=source if settings.sol is not None or known else "",
         world=world,
+        memory_seconds=_memory_seconds(figures, samples, bandwidth),
     )
+
+
+def _memory_seconds(figures: Figures, samples: int, bandwidth: float) -> dict[str, float]:
+    if figures.between is None:
+        return {}
+    between = figures.between.run * samples + figures.requantized_bytes
+    return {"between products": between / bandwidth, "optimizer": figures.update_bytes / bandwidth}
 
 
 def _billions(number: int) -> str:

@@ -7,7 +7,13 @@ import pytest
 from qtrain.models import Lora, ModelConfig, read_model_source
 from qtrain.models.cost.linear_bytes import LinearBytes, LowBitBytes
 from qtrain.models.cost.step_shape import StepShape
-from qtrain.models.cost.step_traffic import CODES_READS, RECOMPUTED_PASSES, between_products, moved_bytes
+from qtrain.models.cost.step_traffic import (
+    CODES_READS,
+    RECOMPUTED_PASSES,
+    between_products,
+    moved_bytes,
+    requantized_bytes,
+)
 from qtrain.models.cost.trained import all_of, only_adapters
 
 STEP = StepShape(micro_batch_size=2, seq_len=512, element=2, compiled=True)
@@ -39,6 +45,20 @@ def test_quantizers_read_inputs_and_gradients_and_fused_swiglu_writes_codes_alon
     fused = dataclasses.replace(low_bit(), swiglu_codes=True)
     # The activation and the gradient of gate and up: neither written nor read.
     assert plain - between_products(config, STEP, fused) == config.num_hidden_layers * 2 * 2 * 3 * inner
+
+
+def test_the_gradient_of_logits_is_not_in_memory_where_the_heads_quantizer_computes_it():
+    config, head = config_of(), LinearBytes(2, x_quantizer=4, dy_quantizer=4)
+    values, codes = (dataclasses.replace(low_bit(), head=head, softmax_codes=known) for known in (False, True))
+    assert between_products(config, STEP, values) - between_products(config, STEP, codes) == 4 * config.vocab_size
+
+
+def test_weights_are_read_and_their_codes_written_once_a_step():
+    config = config_of()
+    linears = dataclasses.replace(low_bit(codes=2), head=LinearBytes(2, codes=1))
+    sizes = sum(size for size, _ in linears.sizes(config))
+    assert requantized_bytes(config, STEP, linears) == 4 * sizes + 3 * config.vocab_size * config.hidden_size
+    assert requantized_bytes(config, STEP, low_bit()) == 0
 
 
 @pytest.mark.parametrize("passes", [0, 2, 4])

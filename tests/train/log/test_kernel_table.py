@@ -114,12 +114,14 @@ def test_times_are_per_step_and_overlap_is_counted_once():
 
 
 def test_the_table_has_the_floor_beside_what_has_one():
-    lines = kernel_table(launches(3), 3, {"blocks": 1.5, "head": 0.5, "attention": 0.25}).text().splitlines()
+    floor = {"blocks": 1.5, "head": 0.5, "attention": 0.25, "between products": 1.0, "optimizer": 0.75}
+    lines = kernel_table(launches(3), 3, floor).text().splitlines()
     rows = {line[:22].strip(): line[22:].split() for line in lines if line[:22].strip()}
     assert rows["GEMM fp8"] == ["4.000", "40.0%", "1"]
     assert rows["all GEMMs"] == ["4.000", "40.0%", "1", "2.000", "2.00x"]
     assert rows["norm and RoPE"] == ["2.000", "20.0%", "2"] and rows["overlapping"] == ["-1.000", "-10.0%"]
-    assert rows["step"] == ["10.000", "100.0%", "4", "2.250", "4.44x"]
+    assert rows["all between products"] == ["2.000", "20.0%", "2", "1.000", "2.00x"]
+    assert rows["step"] == ["10.000", "100.0%", "4", "4.000", "2.50x"]
     assert f"       2.000 ms        2 x  {NORM}" in lines
 
 

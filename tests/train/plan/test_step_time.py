@@ -88,13 +88,14 @@ def test_scales_of_blocks_make_products_slower():
 
 
 def test_what_quantizers_read_twice_takes_time():
-    """Fractions were measured with scales that are known before tensors are read."""
+    """Fractions were measured with scales that are known before tensors are read: of the logits' gradient too, which
+    is in memory otherwise."""
     delayed, dynamic = (
         plan_of("qwen2.5-0.5b", 32, **{**FP8, "quantize_kwargs": {"scaling": scaling}})
         for scaling in ("delayed", "dynamic")
     )
     assert dynamic.seconds == delayed.seconds  # the speed of light is the same
-    assert 1.05 < dynamic.step_seconds / delayed.step_seconds < 1.2
+    assert 1.1 < dynamic.step_seconds / delayed.step_seconds < 1.25
 
 
 @pytest.mark.parametrize(
