@@ -85,6 +85,10 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
+    @property
+    def skips_nan_scale(self) -> bool:
+        return not self.streams
+
     @torch.no_grad()
     def prepare_step(self) -> None:
         for index in range(len(self.partitions)):

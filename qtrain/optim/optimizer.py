@@ -49,6 +49,16 @@ class Optimizer(torch.optim.Optimizer):
         """All parameters, group by group."""
         return [p for group in self.param_groups for p in group["params"]]
 
+    @property
+    def skips_nan_scale(self) -> bool:
+        """Whether `scale_gradients` by NaN leaves weights and states as they are: a step may then be launched before
+        the host knows whether the gradients are finite."""
+        return False
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiply the gradients of the next step by a scalar on the device; where `skips_nan_scale`."""
+        raise NotImplementedError
+
     def prepare_step(self) -> None:
         """Do what the next step takes of the host, once its gradients exist; before the host waits for the device."""
 
@@ -131,6 +141,9 @@ class PartitionedOptimizer(Optimizer):
         self._partitions = [[] for _ in partitions]
         for p in self.parameters():
             self._partitions[index_of[p]].append(p)
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        self.grad_scale = scale
 
     def clip_gradients(self, norm: float, max_norm: float) -> None:
         # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients. Computed on the host,

@@ -64,6 +64,10 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
 
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
+    @property
+    def skips_nan_scale(self) -> bool:
+        return False
+
     def prepare_step(self) -> None:
         """Nothing: its updates are given what it computes from the gradients."""
 

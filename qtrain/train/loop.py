@@ -43,7 +43,15 @@ from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import Forward
 from qtrain.train.step.in_backward import OptimizerInBackward
-from qtrain.train.step.step import ExpertBalance, TeacherLoss, apply_gradients, compute_gradients, eval_weights, set_lr
+from qtrain.train.step.step import (
+    ExpertBalance,
+    TeacherLoss,
+    apply_gradients,
+    compute_gradients,
+    eval_weights,
+    set_lr,
+    updates_unread,
+)
 
 log = logging.getLogger("qtrain")
 
@@ -146,6 +154,7 @@ class Training:
     def _profiler(self) -> StepProfiler:
         per_device = self.plan.tokens_per_step / self.plan.geometry.devices
         floor = {kind: 1000 * per_device * seconds for kind, seconds in self.plan.seconds.items()}
+        floor |= {kind: 1000 * seconds for kind, seconds in self.plan.memory_seconds.items()}
         path, enabled = self.run.folder.path, self.run.settings.profile
         return StepProfiler(path, log, enabled=enabled, rank=rank(), floor=floor)
 
@@ -180,18 +189,10 @@ class Training:
             clock=self.records.throughput.clock,
             optimizer=run.optimizer,
         )
-        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
-        self._save_ended = gradients.stop_signal == SAVE_ENDED
-        if not self._save_ended:
-            stop.agree(gradients.stop_signal)
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         spike = self.spikes.check(state.step + 1, gradients)
-        if spike is None and not gradients.finite:
-            raise self._nonfinite(gradients)
-        self._rewound = spike is not None and self._answer(spike, gradients, positions[-1])
-        if self._rewound:
-            return
-        if spike is None:
+        unread = self.in_backward is None and updates_unread(run.optimizer, gradients)
+        if spike is None and (unread or gradients.finite):
             apply_gradients(
                 run.optimizer,
                 run.quantized,
@@ -202,6 +203,15 @@ class Training:
                 in_backward=self.in_backward,
                 parallel=run.parallel,
             )
+        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
+        self._save_ended = gradients.stop_signal == SAVE_ENDED
+        if not self._save_ended:
+            stop.agree(gradients.stop_signal)
+        if spike is None and not gradients.finite:
+            raise self._nonfinite(gradients)
+        self._rewound = spike is not None and self._answer(spike, gradients, positions[-1])
+        if self._rewound:
+            return
         self.records.throughput.clock.mark("optimizer")
         self.balance.end_step()
         state.step += 1

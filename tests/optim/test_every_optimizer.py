@@ -125,6 +125,23 @@ def test_grad_scale_is_a_scaling_of_the_gradients(name):
 
 
 @every
+def test_a_scale_of_nan_changes_nothing_where_an_optimizer_says_so(name):
+    model = Small()
+    optimizer = build(name, model)
+    drive(model, optimizer, range(2))
+    before, states = weights(model), copy.deepcopy(optimizer.state_dict())
+    if not optimizer.skips_nan_scale:
+        assert name not in ("adamw", "adamw_8bit", "lion", "sgd")
+        return
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.grad_scale = torch.tensor(torch.nan)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    assert str(optimizer.state_dict()) == str(states)
+
+
+@every
 def test_seeds_matter_only_where_something_is_random(name):
     """The same seed twice is the same run; stochastic rounding of bf16 weights differs with the seed."""
 

@@ -23,6 +23,7 @@ The absmax of a new weight, which a tensorwise scale needs, costs no pass over t
 registers (`Slot.amax`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -103,7 +104,7 @@ class FusedUpdate:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None = None) -> None:
         """One update. grads: of every tensor, None for one that is not updated. grad_scale: a scalar on the device that
-        multiplies the gradients (clipping)."""
+        multiplies the gradients (clipping); not finite: there is no update, and no step is counted."""
         if self._kernels is not None:
             self._kernels.step(grads, grad_scale)
         else:
@@ -124,6 +125,8 @@ class FusedUpdate:
 def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
     """The rules in plain PyTorch, or torch's own fused AdamW where it applies; that scales gradients in place."""
     scale = 1.0 if grad_scale is None else float(grad_scale)
+    if not math.isfinite(scale):
+        return
     plain: dict[int, list[int]] = {}
     for i, (slot, grad) in enumerate(zip(update.slots, grads, strict=True)):
         if grad is None:

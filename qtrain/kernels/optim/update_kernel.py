@@ -42,7 +42,8 @@ COLUMNS = tl.constexpr(len(TABLE))
 def factors_kernel(
     # int64 [n, COLUMNS] (`TABLE`); int64 [n], addresses of the gradients, 0 for a tensor without one.
     table_ptr, grads_ptr,
-    # fp64 [groups, 5] (`update_rules.HYPER`); scale of the gradients, any float dtype, or None.
+    # fp64 [groups, 5] (`update_rules.HYPER`); scale of the gradients, any float dtype, or None; not finite: no
+    # update.
     hyper_ptr, scale_ptr,
     # fp32 [n]; int64 [n, 3] (seed, step, tensor number); fp32 [n, 8].
     steps_ptr, keys_ptr, factors_ptr, n,
@@ -53,22 +54,22 @@ def factors_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     grad = tl.load(grads_ptr + i, inside, 0)
-    active = inside & (grad != 0)
+    row = hyper_ptr + tl.load(table_ptr + i * COLUMNS + 10, inside, 0) * 5
+    lr = tl.load(row, inside, 0.0)  # fp64, and all below: 1 - beta**step would lose half its digits in fp32
+    # lr * 0 + 1: an fp64 tensor like lr, for a variable keeps the type of its first value.
+    scale = lr * 0.0 + 1.0
+    if scale_ptr is not None:
+        scale = lr * 0.0 + tl.load(scale_ptr).to(tl.float64)
+    active = inside & (grad != 0) & (scale - scale == 0.0)
     step = tl.load(steps_ptr + i, inside, 0.0) + 1.0
     tl.store(steps_ptr + i, step, active)
     tl.store(keys_ptr + i * 3 + 1, step.to(tl.int64), active)  # the step of its Philox key
     amax_address = tl.load(table_ptr + i * COLUMNS + 11, inside, 0)
     tl.store(amax_address.to(tl.pointer_type(tl.int32)), 0, active & (amax_address != 0))
-    row = hyper_ptr + tl.load(table_ptr + i * COLUMNS + 10, inside, 0) * 5
-    lr = tl.load(row, inside, 0.0)  # fp64, and all below: 1 - beta**step would lose half its digits in fp32
     decay = tl.load(row + 1, inside, 0.0)
     beta1 = tl.load(row + 2, inside, 0.0)
     beta2 = tl.load(row + 3, inside, 0.0)
     eps = tl.load(row + 4, inside, 0.0)
-    # lr * 0 + 1: an fp64 tensor like lr, for a variable keeps the type of its first value.
-    scale = lr * 0.0 + 1.0
-    if scale_ptr is not None:
-        scale = lr * 0.0 + tl.load(scale_ptr).to(tl.float64)
     step_size = lr
     correction = lr * 0.0 + 1.0
     grad_factor1 = scale
@@ -95,7 +96,8 @@ def factors_kernel(
         grad_factor1 = scale * (1.0 - beta1)
         grad_factor2 = scale * (1.0 - beta2)
     out = factors_ptr + i * 8
-    tl.store(out, (1.0 - lr * decay).to(tl.float32), inside)
+    # The elements' kernel sees by a NaN here that there is no update.
+    tl.store(out, ((1.0 - lr * decay) + (scale - scale)).to(tl.float32), inside)
     tl.store(out + 1, step_size.to(tl.float32), inside)
     tl.store(out + 2, correction.to(tl.float32), inside)
     tl.store(out + 3, eps.to(tl.float32), inside)
@@ -203,7 +205,9 @@ def update_kernel(
     owner = tl.load(owner_ptr + pid).to(tl.int64)
     row_ptr = table_ptr + owner * COLUMNS
     grad_address = tl.load(grads_ptr + owner)
-    if grad_address == 0:
+    f = factors_ptr + owner * 8
+    decay = tl.load(f)
+    if (grad_address == 0) | (decay != decay):
         return
     # A row of TABLE. Addresses are int64 and become pointers where the format is known.
     weight_address = tl.load(row_ptr)
@@ -213,8 +217,7 @@ def update_kernel(
     row_length, chunks = tl.load(row_ptr + 6), tl.load(row_ptr + 7)
     chunk = pid - tl.load(row_ptr + 8)
     first_element = tl.load(row_ptr + 9)
-    f = factors_ptr + owner * 8
-    decay, step_size = tl.load(f), tl.load(f + 1)
+    step_size = tl.load(f + 1)
     correction, eps = tl.load(f + 2), tl.load(f + 3)
     beta1, grad_factor1 = tl.load(f + 4), tl.load(f + 5)
     beta2, grad_factor2 = tl.load(f + 6), tl.load(f + 7)

@@ -8,9 +8,11 @@ After the optimizer's step every rank gathers the updated weights (`model_weight
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from qtrain.quant import QuantizedModel, Scheme
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StepNumbers:
     """What the backward passes of a step produce besides the gradients themselves."""
 
     loss: float
@@ -45,9 +47,56 @@ class Gradients:
     stop_signal: int = 0
     """The number of a signal that some rank has received; 0: none."""
 
+
+class LossAndNorm(NamedTuple):
+    """Of a step, fp32 scalars on the device."""
+
+    loss: Tensor
+    norm: Tensor
+
+
+class Gradients:
+    """The numbers of a step (`StepNumbers`). The first one that is asked for waits until the device has computed the
+    gradients; what is launched before that follows without a gap.
+
+    on_device: of one process; None where the ranks' numbers are added on the host."""
+
+    def __init__(self, read: Callable[[], StepNumbers], on_device: LossAndNorm | None = None):
+        self._read, self.on_device = read, on_device
+
+    @functools.cached_property
+    def _numbers(self) -> StepNumbers:
+        return self._read()
+
+    @property
+    def loss(self) -> float:
+        return self._numbers.loss
+
+    @property
+    def norm(self) -> float:
+        return self._numbers.norm
+
+    @property
+    def tokens(self) -> int:
+        return self._numbers.tokens
+
+    @property
+    def stop_signal(self) -> int:
+        return self._numbers.stop_signal
+
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    def update_scale(self, max_norm: float) -> Tensor:
+        """What the update multiplies the gradients with, an fp32 scalar on the device: 1, or where they are clipped
+        (max_norm > 0) the factor of `torch.nn.utils.clip_grads_with_norm_`; NaN unless loss and norm are finite."""
+        assert self.on_device is not None
+        loss, norm = self.on_device
+        scale = torch.ones_like(norm)
+        if max_norm:
+            scale = torch.where(norm > max_norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0), scale)
+        return scale + 0 * (loss + norm)
 
 
 class DataParallel:
@@ -256,7 +305,7 @@ class DataParallel:
         """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. squares: `squares` of all gradients,
         if they are freed already.
 
-        The only synchronization of a step with the device."""
+        To read them is the only synchronization of a step with the device."""
         # Of a parameter that several tensor ranks have, the norm counts one copy.
         counted = self.parameters if self._parts is None else self._parts.counted
         if squares is None:
@@ -270,30 +319,43 @@ class DataParallel:
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64).to(self._device, non_blocking=True)
         # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
-        per_rank = self._gather(own)
+        every_rank = own[None] if self.mesh.world == 1 else all_gather_rows(own)  # [ranks, n]
+        on_host, copied = every_rank.to("cpu", non_blocking=True), None
+        if own.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        meshes = [mesh for mesh, _ in summed]
+
+        def read() -> StepNumbers:
+            if copied is not None:
+                copied.synchronize()
+            return self._numbers(on_host.numpy(), len(nll), meshes)
+
+        on_device = None
+        if self.mesh.world == 1 and self._host is None:
+            squares_of_all = own[len(nll) + 1 : -2].sum()
+            on_device = LossAndNorm((own[: len(nll)].sum() / own[len(nll)]).float(), squares_of_all.sqrt().float())
+        return Gradients(read, on_device)
+
+    def _numbers(self, per_rank: np.ndarray, micro_batches: int, meshes: Sequence[Mesh]) -> StepNumbers:
+        """per_rank: fp64 [ranks, n], of each the message of `sums`. meshes: of each sum of squares."""
         # The ranks of a tensor group have the same loss and tokens, and those of --cp if each computes all tokens.
         same = self.mesh.tp * (self.mesh.cp // self.sequence_parts)
         every = per_rank[::same]
         # In fp32 and in the order of the micro-batches, as one process adds: the logged loss is the same bits.
         loss = np.float32(0)
-        for per_micro_batch in every.T[: len(nll)]:
+        for per_micro_batch in every.T[:micro_batches]:
             for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         # Replicas hold the same gradients: the first one's are counted, with all tensor ranks' parts.
-        copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
+        copies = [per_rank[: mesh.shard * mesh.tp, micro_batches + 1 + i] for i, mesh in enumerate(meshes)]
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
-        return Gradients(
-            loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
+        return StepNumbers(
+            loss=float(np.float32(loss / np.float32(every[0, micro_batches]))),
             norm=float(np.float32(value)),
             tokens=int(every[:: self.sequence_parts, -2].sum()),  # ranks with the same sequences count the same
             stop_signal=int(per_rank[:, -1].max()),
         )
-
-    def _gather(self, own: Tensor) -> np.ndarray:
-        """The numbers of all ranks, [ranks, n], on the host."""
-        if self.mesh.world == 1:
-            return own[None].cpu().numpy()
-        return all_gather_rows(own).cpu().numpy()
 
     def squares(self, parameters: Iterable[Sharded]) -> Tensor:
         """Sum of what this rank has of squared gradients, in fp64, in which the order of additions does not show."""

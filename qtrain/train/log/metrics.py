@@ -141,7 +141,7 @@ class Throughput:
 
     The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
     checkpoints, samples) do not count. A GPU is synchronized where counted time begins or ends, so that queued work
-    counts on the right side; `step()` itself does not synchronize. joules: reads the device's energy counter.
+    counts on the right side; neither `step` nor `read` synchronizes. joules: reads the device's energy counter.
     """
 
     def __init__(self, device: torch.device, skip_steps: int = 2, joules: Callable[[], float | None] = lambda: None):
@@ -161,8 +161,8 @@ class Throughput:
             self._energy.end()
         self._to_skip = max(self._to_skip, steps)
 
-    def _count_time(self) -> None:
-        now = synchronized_time(self._device)
+    def _count_time(self, now: float | None = None) -> None:
+        now = synchronized_time(self._device) if now is None else now
         if not self._to_skip:
             self._window.seconds += now - self._since
             self._energy.count(seconds=now - self._since)
@@ -207,8 +207,9 @@ class Throughput:
 
     def read(self) -> Rate | None:
         """Speed since the last `read`; None if no step has been counted since."""
-        # Synchronizes: the steps that were counted have run.
-        self._count_time()
+        # The host has waited for the gradients of the last step, whose update the device may still be at: in every
+        # step alike. A pause, which ends the count, waits for that too.
+        self._count_time(time.perf_counter())
         window, self._window = self._window, _Sums()
         ms, rate = self.clock.read(), window.rate()
         if rate is None:

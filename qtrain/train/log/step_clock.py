@@ -41,8 +41,10 @@ class StepClock:
             self._unread, self._marks = self._marks, []
 
     def read(self) -> dict[str, float]:
-        """Milliseconds per step by kind, over the steps since the last `read`, all of which the device has run."""
-        self._take_unread()
+        """Milliseconds per step by kind, over the steps since the last `read`. A GPU may still be at the last of them,
+        which counts in the next `read`; empty where that was the only one."""
+        if not self._on_gpu:
+            self._take_unread()
         found = {kind: 1000 * seconds / self._steps for kind, seconds in self._seconds.items()}
         self._seconds, self._steps = Counter(), 0
         return found

@@ -70,7 +70,6 @@ def compute_gradients(
     squares = in_backward.finish() if in_backward is not None else None
     if optimizer is not None and in_backward is None:
         optimizer.prepare_step()
-    # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
     return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, squares)
 
 
@@ -86,25 +85,39 @@ def apply_gradients(
     parallel: DataParallel | None = None,
 ) -> None:
     """Clip (0: do not), update the weights with learning rate `lr`, free the gradients, and refresh all weights' codes.
-
     With `in_backward` only the refresh is left to do.
+
+    Where the update itself leaves out gradients that are not finite (`updates_unread`), all of this is launched before
+    the host has seen that they are; it waits for that at the end. Gradients that are not finite are then kept.
     """
+    unread = in_backward is None and updates_unread(optimizer, gradients)
     if in_backward is None:
-        _update_weights(optimizer, gradients, lr, clip_grad_norm)
+        _update_weights(optimizer, gradients, lr, clip_grad_norm, unread)
     # A recorded refresh includes what ranks gather for it.
     recorded = graphs.refresh if graphs else None
     if parallel is not None:
         parallel.refresh(recorded)
     else:
         (recorded or quantized.refresh)()
+    # The synchronization of a step: the device is at the update meanwhile.
+    if unread and gradients.finite:
+        optimizer.zero_grad(set_to_none=True)
 
 
-def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
-    if clip_grad_norm and gradients.norm > clip_grad_norm:
+def updates_unread(optimizer: Optimizer, gradients: Gradients) -> bool:
+    """Whether the device itself sees to it that a gradient that is not finite reaches no weight."""
+    return optimizer.skips_nan_scale and gradients.on_device is not None
+
+
+def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float, unread: bool) -> None:
+    if unread:
+        optimizer.scale_gradients(gradients.update_scale(clip_grad_norm))
+    elif clip_grad_norm and gradients.norm > clip_grad_norm:
         optimizer.clip_gradients(gradients.norm, clip_grad_norm)
     set_lr(optimizer, lr)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if not unread:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

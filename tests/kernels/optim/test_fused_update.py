@@ -44,6 +44,47 @@ def run(update: FusedUpdate, steps: int, shapes, dtype=torch.float32, scale: flo
         update.step(gradients(shapes, dtype, device, seed=step), given)
 
 
+def state_of(update: FusedUpdate) -> list[torch.Tensor]:
+    """Weights, states, counters."""
+    values = [t for slot in update.slots for _, state in slot.states for t in state.values()]
+    return [t.clone() for t in (*(slot.weight for slot in update.slots), *values, update.steps, update.keys)]
+
+
+def check_no_update(kernel: bool | None, device: str, **options) -> None:
+    """A step by gradients and a scale that are not finite changes nothing, and the next one is as without."""
+    found, alone = (FusedUpdate("adamw", slots(SHAPES, device=device, **options), kernel=kernel) for _ in range(2))
+    for update in (found, alone):
+        run(update, 2, SHAPES, torch.bfloat16, 0.5, device)
+    before = state_of(found)
+    for scale in ("nan", "inf"):
+        broken = [g.fill_(float("nan")) for g in gradients(SHAPES, torch.bfloat16, device)]
+        found.step(broken, torch.tensor(float(scale), device=device))
+        assert all(torch.equal(a, b) for a, b in zip(before, state_of(found), strict=True)), scale
+    for update in (found, alone):
+        run(update, 1, SHAPES, torch.bfloat16, 0.5, device)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(alone), state_of(found), strict=True))
+
+
+NO_UPDATE = [{"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "formats": ("int8", "int8")}]
+
+
+@pytest.mark.parametrize("options", NO_UPDATE, ids=str)
+def test_a_scale_that_is_not_finite_is_no_update(options):
+    check_no_update(False, "cpu", **options)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("options", NO_UPDATE, ids=str)
+def test_a_scale_that_is_not_finite_is_no_update_in_the_interpreter(options):
+    check_no_update(True, "cpu", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", NO_UPDATE, ids=str)
+def test_a_scale_that_is_not_finite_is_no_update_on_gpu(options):
+    check_no_update(True, "cuda", **options)
+
+
 # ---- the definition against the published rules ----------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.sharding.data_parallel import Gradients, LossAndNorm, StepNumbers
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.eval.language import summed_loss
 from qtrain.train.step.forward import document_ids, language_forward
@@ -161,6 +162,47 @@ def test_gradients_are_clipped_to_the_norm_and_only_above_it(clip, scaled):
     factor = clip / gradients.norm if scaled else 1.0
     for name, gradient in before.items():
         torch.testing.assert_close(seen[name], gradient * factor, rtol=1e-4 if scaled else 0, atol=1e-12)
+
+
+def test_the_scale_on_the_device_is_the_hosts():
+    """That of `clip_grads_with_norm_`, where the norm is above the limit; NaN for what is not finite."""
+    for norm in (0.0, 0.1, 0.25, 0.2500001, 0.3, 7.0, 1e30):
+        found = LossAndNorm(torch.tensor(2.0), torch.tensor(norm))
+        numbers = StepNumbers(2.0, found.norm.item(), 1)
+        for limit in (0.0, 0.25):
+            expected = torch.ones(())
+            if limit and numbers.norm > limit:
+                optimizer = optimizer_for(*model_of())
+                optimizer.clip_gradients(numbers.norm, limit)
+                expected = optimizer.grad_scale
+            assert torch.equal(Gradients(lambda n=numbers: n, found).update_scale(limit), expected), (norm, limit)
+    for loss, norm in ((2.0, math.inf), (2.0, math.nan), (math.nan, 1.0), (math.inf, 1.0)):
+        found = Gradients(lambda: numbers, LossAndNorm(torch.tensor(loss), torch.tensor(norm)))
+        assert all(found.update_scale(limit).isnan() for limit in (0.0, 0.25))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_update_is_launched_before_the_host_knows_the_numbers(broken):
+    """Gradients that are not finite reach no weight, and are kept for who looks for their cause."""
+    model, quantized = model_of("int8")
+    optimizer, order = optimizer_for(model, quantized), []
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    if broken:
+        hook = model.lm_head.register_forward_hook(lambda module, args, y: y * torch.inf)
+    found = compute_gradients(model, language_forward(model, None), quantized, [masked_batch()], step=0)
+    if broken:
+        hook.remove()
+
+    def read():
+        order.append("read")
+        return StepNumbers(found.loss, found.norm, found.tokens)
+
+    optimizer.register_step_post_hook(lambda *_: order.append("update"))
+    apply_gradients(optimizer, quantized, Gradients(read, found.on_device), lr=0.01, clip_grad_norm=1.0)
+    assert order == ["update", "read"] and found.finite is not broken
+    for name, p in model.named_parameters():
+        assert torch.equal(p, weights[name]) is broken and (p.grad is not None) is broken, name
+    quantized.assert_fresh()
 
 
 def test_an_update_sets_the_learning_rate_frees_the_gradients_and_refreshes_the_codes():
