@@ -12,7 +12,7 @@ from qtrain.quant import gemm_table
 from qtrain.quant.execute import Exchange, Observe, OperandRequest
 from qtrain.quant.scheme import LowBitScheme, applies
 from qtrain.quant.tensor_roles import DelayedScale, Gemm, NeedsOperand, TensorName
-from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
+from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
 class LinearArguments(NamedTuple):
@@ -29,6 +29,8 @@ class LinearArguments(NamedTuple):
     """The rows of x and dy that belong to each of the weight's matrices, if it has several."""
     exchange: Exchange | None = None
     observe: Observe | None = None
+    gradient_sum: Tensor | None = None
+    """[N, K], what the gradient of the weight is added to as it is computed; None: it is autograd's."""
 
     @property
     def block_groups(self) -> BlockGroups | None:
@@ -58,6 +60,14 @@ class LinearArguments(NamedTuple):
         if self.groups is None:
             return gemm_table.multiply(gemm, a, b, dtype, bias, low_rank, fast_accum=fast_accum)
         return gemm_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)
+
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        """The product of `grad_weight` in `dtype`; None where it has been added to `gradient_sum`."""
+        if self.gradient_sum is None:
+            return self.multiply("grad_weight", dy, x, dtype)
+        assert isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor)
+        gemm_table.add_product(self.gradient_sum, dy, x, fast_accum=applies(self.scheme.fast_accum, "grad_weight"))
+        return None
 
 
 def codes_or(operand: Operand | None, weight: Tensor) -> Operand:

@@ -8,7 +8,7 @@ HOOKS = tuple(name for name in MODULE if "hook" in name)
 LINEAR = frozenset({"in_features", "out_features", "weight", "bias", "groups"})
 LOW_BIT_LINEAR = LINEAR | {
     *("reduce", "scheme", "key", "weight_key", "weight_codes", "codes_only", "gathered", "weight_amax", "exchange"),
-    *("probe", "in_high_precision", "x_scale", "x_amax", "dy_scale", "dy_amax"),
+    *("probe", "gradient_sum", "in_high_precision", "x_scale", "x_amax", "dy_scale", "dy_amax"),
 }
 """The names that a linear, and a low-bit linear, have for themselves."""
 CONV = frozenset(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qtrain.kernels.gemm.add_scaled_mm import add_scaled_mm
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.low_rank_mm import low_rank_mm, plain_low_rank_mm
@@ -163,6 +164,16 @@ def adds_low_rank(a: OperandFormat | None, b: OperandFormat | None) -> bool:
     if a is None or b is None:
         return False
     return b.fmt == "nf4" or products_of(a, b).dense is _scaled
+
+
+def adds_product(a: OperandFormat | None, b: OperandFormat | None) -> bool:
+    """Whether there is `add_product` of these formats; None: an operand in high precision."""
+    return a is not None and b is not None and products_of(a, b).dense is _scaled
+
+
+def add_product(total: Tensor, a: QuantizedTensor, b: QuantizedTensor, *, fast_accum: bool = True) -> None:
+    """total [N, K] += the product of `grad_weight`, of (dy, x)."""
+    add_scaled_mm(total, a.codes, b.codes, a.scale, b.scale, fast_accum)
 
 
 def multiply_grouped(

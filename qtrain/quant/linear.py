@@ -82,7 +82,7 @@ class LowBitLinearFunction(torch.autograd.Function):
         if needs_dw:
             if exchange is not None:
                 x_grad_weight = exchange.regather(x_grad_weight, dy.shape[0])
-            dw = linear.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)  # [N, K]
+            dw = linear.weight_gradient(dy_grad_weight, x_grad_weight, ctx.weight_dtype)  # [N, K]
         return dx, dw, dbias, None, None
 
 
@@ -123,6 +123,8 @@ class LowBitLinear(nn.Module):
         """Whether the weight comes and goes with its codes (full sharding): whoever brings it calls `refresh`."""
         self.weight_amax: WeightAmax | None = None
         """Left by the optimizer: of the weight, or of this process's rows of it with codes_only."""
+        self.gradient_sum: Tensor | MaybeNone = None
+        """What backward adds the gradient of the weight to (`gradient_sums.py`); None: it returns it to autograd."""
         self.exchange: Exchange | MaybeNone = None
         """With processes that hold other tokens of the same micro-batch; None: there are none."""
         self.probe: Callable[[LinearArguments], LinearArguments] | None = None
@@ -223,7 +225,9 @@ class LowBitLinear(nn.Module):
             x_scale = DelayedScale(self.x_scale, self.x_amax if self.training else None)
             dy_scale = DelayedScale(self.dy_scale, self.dy_amax if self.training else None)
         codes = self.weight_codes.operands()
-        arguments = LinearArguments(self.scheme, key, codes, x_scale, dy_scale, exchange=self.exchange)
+        arguments = LinearArguments(
+            self.scheme, key, codes, x_scale, dy_scale, exchange=self.exchange, gradient_sum=self.gradient_sum
+        )
         return arguments if self.probe is None else self.probe(arguments)
 
     def extra_repr(self) -> str:

@@ -185,7 +185,7 @@ def mlp_backward(
             gate_up, dh, request, router_dots, needs.up_bias
         )
     if needs.down:
-        ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
+        ddown = down.weight_gradient(dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
         dx = up.multiply("grad_input", grad_input, w_up, dy.dtype)
         if up.exchange is not None:
@@ -194,7 +194,7 @@ def mlp_backward(
         if up.exchange is not None:
             # Saved were the codes of this process's tokens alone.
             x_grad_weight = up.exchange.regather(x_grad_weight, dy.shape[0])
-        dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
+        dup = up.weight_gradient(grad_weight, x_grad_weight, weight_dtypes[0])
     return MLPGradients(dx, dup, ddown, dots, up_sums, down_sums)
 
 

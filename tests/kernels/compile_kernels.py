@@ -36,7 +36,16 @@ from qtrain.kernels.decode.row_tiles import TILES
 from qtrain.kernels.decode.weight_only_mm import launch_weight_only_mm
 from qtrain.kernels.distillation import launch_distilled_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order
-from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_cores, int4_mm, int8_mm, low_rank_mm, scaled_mm
+from qtrain.kernels.gemm import (
+    add_scaled_mm,
+    blockwise_mm,
+    float_mm,
+    int4_cores,
+    int4_mm,
+    int8_mm,
+    low_rank_mm,
+    scaled_mm,
+)
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.codes_mm import launch_codes_grad_mm, launch_codes_mm
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm, launch_transpose_8bit
@@ -321,6 +330,13 @@ def gemms() -> Iterator[Case]:
                 x, y, zeros(512, 512), t, (s, s), low_rank=(zeros(512, r), zeros(512, r))
             ),
         )
+    for number, t in enumerate(add_scaled_mm.TILINGS.values()):
+        a, b = dtypes[number % len(dtypes)]
+        x, y, scale = zeros(512, 512, dtype=a), zeros(512, 512, dtype=b), zeros(512 if number % 2 else 1, dtype=FP32)
+        yield (
+            number == 0,
+            lambda t=t, x=x, y=y, s=scale: launch_persistent_mm(x, y, zeros(512, 512), t, (s, s), add=True),
+        )
     for number, t in enumerate(int8_mm.TILINGS.values()):
         x = zeros(512, 512, dtype=INT8)
         yield number == 0, lambda t=t, x=x: int8_mm.launch_int8_mm(x, x, t)
@@ -389,6 +405,11 @@ def scaled_wgmmas() -> Iterator[Case]:
                 a, b, s, s, zeros(256, 256), t, bias=bias, low_rank=f
             ),
         )
+        if not rank:
+            yield (
+                dtypes[0] is E4M3 and not rows,
+                lambda a=a, b=b, s=scale, t=t[0]: launch_scaled_wgmma(a, b, s, s, zeros(256, 256), t, add=True),
+            )
 
 
 def grouped() -> Iterator[Case]:

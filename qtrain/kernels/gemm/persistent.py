@@ -82,21 +82,23 @@ def scale_tile(total, row, column, epilogue_ptrs, sizes, ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr, group=None):
+def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr, group=None, ADD: tl.constexpr = False):
     """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns. group: of a descriptor of many
-    matrices, in blocks [1, BLOCK_M, BLOCK_N / SUBTILES]."""
+    matrices, in blocks [1, BLOCK_M, BLOCK_N / SUBTILES]. ADD: adds an fp32 tile to what is there; of one matrix."""
     BLOCK_M: tl.constexpr = out.shape[0]
     BLOCK_N: tl.constexpr = out.shape[1]
     if SUBTILES == 1:
         if group is None:
+            if ADD:
+                out += c_desc.load([row, column]).to(tl.float32)
             c_desc.store([row, column], out.to(c_desc.dtype))
         else:
             c_desc.store([group, row, column], tl.reshape(out.to(c_desc.dtype), (1, BLOCK_M, BLOCK_N)))
     else:
         # split halves the last axis: [BLOCK_M, 2, BLOCK_N / 2] -> [BLOCK_M, BLOCK_N / 2, 2].
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_tile(c_desc, left, row, column, SUBTILES // 2, group)
-        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2, group)
+        store_tile(c_desc, left, row, column, SUBTILES // 2, group, ADD)
+        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2, group, ADD)
 
 
 @triton.jit
@@ -140,6 +142,8 @@ def _persistent_mm_kernel(
     IMPRECISE: tl.constexpr,
     # As for `scale_tile`, and for `add_low_rank`.
     ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    # Whether what is scaled is added to the output.
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """PROGRAMS CTAs stay resident and take every PROGRAMS-th tile. flatten: tiles and steps of K become one loop, so
     that the loads of the next tile's first stages overlap with this tile's epilogue."""
@@ -157,8 +161,11 @@ def _persistent_mm_kernel(
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
-        # None is a constexpr: one of the two epilogues is compiled.
-        if low_rank_ptrs is None:
+        # None is a constexpr: one of the three epilogues is compiled.
+        if ADD:
+            out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
+            store_tile(c_desc, out, row, column, TILING.subtiles, None, True)
+        elif low_rank_ptrs is None:
             scale_and_store(c_desc, total, row, column, epilogue_ptrs, (m, n), ROWS, TILING.subtiles)
         else:
             out = scale_tile(total, row, column, epilogue_ptrs, (m, n), ROWS)
@@ -177,12 +184,15 @@ def launch_persistent_mm(
     fast_accum: bool = True,
     tiles: int | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    add: bool = False,
 ) -> Tensor:
     """A [M, K] · B [N, K]ᵀ into `out` [M, N]; none empty, rows contiguous, at multiples of 16 bytes.
 
     scales: fp32 [M] or [1] and [N] or [1]; None: `out` has the accumulators' dtype. bias [N] is added to what is
     scaled, and the product L · Rᵀ of low_rank, L [M, r] and R [N, r]. tiles: computes only the first ones; None: all.
+    add: adds what is scaled to `out`; without low_rank.
     """
+    assert not add or (scales is not None and low_rank is None)
     m, n, t = a.shape[0], b.shape[0], tiling
     rank = low_rank[0].shape[1] if low_rank else 0
     if tiles is None:
@@ -194,7 +204,7 @@ def launch_persistent_mm(
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
         (*(scales or (None, None)), bias), low_rank, tiles, PROGRAMS=programs,
         TILING=t, IMPRECISE=imprecise(a, t, fast_accum), ROWS=scales_rows(scales),
-        RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)), num_warps=t.warps, num_stages=t.stages,
+        RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)), ADD=add, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 

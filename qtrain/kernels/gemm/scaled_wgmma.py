@@ -1,9 +1,10 @@
-"""The products of `scaled_mm.py` and `low_rank_mm.py`, warp-specialized for Hopper (`wgmma_product.py`):
-out = (A · Bᵀ) * scale_a * scale_b (+ bias) (+ L · Rᵀ).
+"""The products of `scaled_mm.py`, `low_rank_mm.py` and `add_scaled_mm.py`, warp-specialized for Hopper
+(`wgmma_product.py`): out = (A · Bᵀ) * scale_a * scale_b (+ bias) (+ L · Rᵀ), or out += the same.
 
 In the epilogue of a tile a warpgroup scales its sums in registers. The tensor cores add L · Rᵀ to them: L [64, r] from
 registers, R [256, r] from shared memory, which each warpgroup fills for itself, loaded before the last step's products
-have ended. Then 64 columns at a time are exchanged through shared memory and stored 16 bytes a thread.
+have ended. Then 64 columns at a time are exchanged through shared memory and stored 16 bytes a thread. What is added
+to takes the same way in.
 """
 
 import torch
@@ -84,18 +85,20 @@ def _quarters(left, right):
 
 
 @gluon.jit
-def _store(out_ptr, sums, row, column, n, LAYOUT: gl.constexpr):
-    """fp32 [64, 64] at (row, column) of the output [*, n]."""
-    out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), LAYOUT)
+def _store(out_ptr, sums, row, column, n, ADD: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 [64, 64] at (row, column) of the output [*, n]. ADD: to what is there."""
     rows, columns = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     at = out_ptr + row.to(gl.int64) * n + column
-    gl.store(at + gl.expand_dims(rows, 1) * n + gl.expand_dims(columns, 0), out)
+    pointers = at + gl.expand_dims(rows, 1) * n + gl.expand_dims(columns, 0)
+    if ADD:  # while this warpgroup waits for the load, the other one has the tensor cores
+        sums += gl.convert_layout(gl.load(pointers), sums.type.layout).to(gl.float32)
+    gl.store(pointers, gl.convert_layout(sums.to(out_ptr.dtype.element_ty), LAYOUT))
 
 
 @gluon.jit
 def _multiply(
     common, out_ptr, epilogue_ptrs, low_rank, HALF: gl.constexpr, ROWS: gl.constexpr, RANK: gl.constexpr,
-    BLOCK_R: gl.constexpr, GROUP_M: gl.constexpr, STAGGERED: gl.constexpr,
+    BLOCK_R: gl.constexpr, ADD: gl.constexpr, GROUP_M: gl.constexpr, STAGGERED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the upper (HALF = 0) or the lower 64 rows of every tile."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -132,10 +135,10 @@ def _multiply(
             out_left = hopper.warpgroup_mma(factors, right_left, gl.convert_layout(out_left, SUMS_16, True))
             out_right = hopper.warpgroup_mma(factors, right_right, gl.convert_layout(out_right, SUMS_16, True))
         a, b, c, d = _quarters(out_left, out_right)
-        _store(out_ptr, a, row, column, n, LAYOUT)
-        _store(out_ptr, b, row, column + 64, n, LAYOUT)
-        _store(out_ptr, c, row, column + 128, n, LAYOUT)
-        _store(out_ptr, d, row, column + 192, n, LAYOUT)
+        _store(out_ptr, a, row, column, n, ADD, LAYOUT)
+        _store(out_ptr, b, row, column + 64, n, ADD, LAYOUT)
+        _store(out_ptr, c, row, column + 128, n, ADD, LAYOUT)
+        _store(out_ptr, d, row, column + 192, n, ADD, LAYOUT)
 
 
 @gluon.jit
@@ -144,8 +147,8 @@ def _scaled_wgmma_kernel(
     a_desc, b_desc, out_ptr,
     # Scales fp32 [m] or [1], [n] or [1]; bias [n], or None. L [m, RANK] and R [n, RANK] of the output's dtype, or None.
     scale_a_ptr, scale_b_ptr, bias_ptr, left_ptr, right_ptr, m, n, k,
-    # As for `scale_tile`; of R the next power of two, of 16 at least.
-    ROWS: gl.constexpr, RANK: gl.constexpr, BLOCK_R: gl.constexpr,
+    # As for `scale_tile`; of R the next power of two, of 16 at least. ADD: to the output.
+    ROWS: gl.constexpr, RANK: gl.constexpr, BLOCK_R: gl.constexpr, ADD: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, STAGGERED: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_OF_LOADS: gl.constexpr,
 ):  # fmt: skip
@@ -159,8 +162,8 @@ def _scaled_wgmma_kernel(
     upper, lower = (left_ptr, right_ptr, rights.index(0)), (left_ptr, right_ptr, rights.index(1))
     gl.warp_specialize(
         [
-            (_multiply, (common, out_ptr, epilogue_ptrs, upper, 0, ROWS, RANK, BLOCK_R, GROUP_M, STAGGERED)),
-            (_multiply, (common, out_ptr, epilogue_ptrs, lower, 1, ROWS, RANK, BLOCK_R, GROUP_M, STAGGERED)),
+            (_multiply, (common, out_ptr, epilogue_ptrs, upper, 0, ROWS, RANK, BLOCK_R, ADD, GROUP_M, STAGGERED)),
+            (_multiply, (common, out_ptr, epilogue_ptrs, lower, 1, ROWS, RANK, BLOCK_R, ADD, GROUP_M, STAGGERED)),
             (load_steps, (common, GROUP_M)),
         ],
         [4, 1],
@@ -178,15 +181,16 @@ def launch_scaled_wgmma(
     *,
     bias: Tensor | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    add: bool = False,
 ) -> Tensor:
     """out [M, N] from A [M, K] and B [N, K] as `supports_scaled_wgmma` says; scales fp32 [M] or [1], [N] or [1]; bias
-    [N]; low_rank: L [M, r] and R [N, r] of out's dtype, contiguous, r a multiple of 8, 64 at most."""
+    [N]; low_rank: L [M, r] and R [N, r] of out's dtype, contiguous, r a multiple of 8, 64 at most. add: to out."""
     (m, k), n = a.shape, b.shape[0]
     left, right = low_rank or (None, None)
     rank = 0 if left is None else left.shape[1]
     _scaled_wgmma_kernel[(min(sm_count(a.device), m // LEAST_M * (n // LEAST_N)),)](
         descriptor(a, [128, 128]), descriptor(b, [256, 128]), out, scale_a, scale_b, bias, left, right, m, n, k,
-        ROWS=scales_rows((scale_a, scale_b)), RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        ROWS=scales_rows((scale_a, scale_b)), RANK=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)), ADD=add,
         STAGES=tiling.stages, GROUP_M=tiling.group_m, STAGGERED=tiling.staggered,
         REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS, num_warps=4, maxnreg=REGISTERS_AT_LAUNCH,
         enable_fp_fusion=False,

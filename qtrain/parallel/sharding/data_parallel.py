@@ -32,6 +32,7 @@ from qtrain.parallel.sharding.part_masters import TensorParts
 from qtrain.parallel.sharding.sharded_model import as_decoder, shard_model
 from qtrain.parallel.sharding.shards import Sharded, by_mesh
 from qtrain.quant import QuantizedModel, Scheme
+from qtrain.quant.gradient_sums import LEAST_MICRO_BATCHES, GradientSums
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class DataParallel:
     host_gradients: the sums of gradients are in host memory, of a mesh that shards those of all units.
     partitions: with the optimizer in the backward pass, the parameters that are updated together; those of a unit are
         one.
+    gradient_sums: of one process, which adds up its micro-batches' gradients in memory.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class DataParallel:
         units: Sequence[Unit] = (),
         host_gradients: bool = False,
         partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
+        gradient_sums: GradientSums | None = None,
     ):
         self.mesh = mesh
         self.adds_locally = not (deterministic or (units and mesh.shard > 1))
@@ -137,7 +140,7 @@ class DataParallel:
         """In which the ranks of --cp read a sequence. One: each computes all of its tokens, and the gradients and sums
         of the first one count."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
-        self._quantized = quantized
+        self._quantized, self._gradient_sums = quantized, gradient_sums
         quantized.reduce_amax = maximum_over_ranks
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
@@ -229,6 +232,8 @@ class DataParallel:
     def begin_step(self, step: int, micro_batches: int) -> None:
         """The next gradients are those of `step`, from this many micro-batches of each rank."""
         self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.readers, micro_batches
+        if self._gradient_sums is not None and micro_batches >= LEAST_MICRO_BATCHES:
+            self._gradient_sums.begin_step()
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
@@ -306,6 +311,8 @@ class DataParallel:
         if they are freed already.
 
         To read them is the only synchronization of a step with the device."""
+        if self._gradient_sums is not None:
+            self._gradient_sums.end_step()
         # Of a parameter that several tensor ranks have, the norm counts one copy.
         counted = self.parameters if self._parts is None else self._parts.counted
         if squares is None:

@@ -8,13 +8,14 @@ from torch import nn
 
 from qtrain.core.hardware.memory import limit_allocator
 from qtrain.kernels import compile_ahead
-from qtrain.models import Lora, ModelConfig
+from qtrain.models import Decoder, Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
 from qtrain.optim import parameter_groups
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import QuantizedModel, quantize_linears
+from qtrain.quant.gradient_sums import GradientSums
 from qtrain.train.assembly.deterministic import use_deterministic_kernels
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number
@@ -84,6 +85,7 @@ def assemble(
         units=architecture.units(model) if prepared.reshards else (),
         host_gradients="gradients" in prepared.offload,
         partitions=model_partitions(model) if settings.optimizer_in_backward else None,
+        gradient_sums=_gradient_sums(model, quantized, prepared),
     )
     # The optimizer updates masters, which may be shards; the model's parameters are gathered from them.
     for group in groups:
@@ -112,6 +114,16 @@ def assemble(
     # Last, when everything exists that a checkpoint fills.
     restore(run)
     return run
+
+
+def _gradient_sums(model: nn.Module, quantized: QuantizedModel, prepared: Prepared) -> GradientSums | None:
+    """Where autograd would add up the micro-batches' gradients, in one process."""
+    settings = prepared.settings
+    apart = settings.deterministic or settings.optimizer_in_backward or "gradients" in prepared.offload
+    if prepared.mesh.world > 1 or prepared.reshards or apart or not isinstance(model, Decoder):
+        return None
+    # Chunks' gradients of an MLP are added up in fp32, and the loss takes those of the head itself.
+    return None if getattr(settings, "mlp_chunks", 0) else GradientSums(quantized, left_out=model.lm_head)
 
 
 def freeze_embedding(model: nn.Module) -> list[str]:

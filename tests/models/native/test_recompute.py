@@ -25,10 +25,11 @@ KEEP, FORWARD = Policy(KeptResults()), SimpleNamespace(is_recompute=False)
 
 
 def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
-    """Every operator whose name ends in mm, attention, and codes that are there to be kept."""
+    """Every operator whose name ends in mm, but that which has no result, attention, and codes that are there to be
+    kept."""
     kernels = Path(qtrain.__file__).parent / "kernels"
     defined = {n for file in kernels.rglob("*.py") for n in re.findall(r'^@operator\("(\w+)"', file.read_text(), re.M)}
-    products = {name for name in defined if name.endswith("_mm")}
+    products = {name for name in defined if name.endswith("_mm")} - {"add_scaled_mm"}
     assert len(products) >= 14 and len(defined) >= 40
     for file in kernels.rglob("*.py"):
         importlib.import_module(".".join(file.relative_to(Path(qtrain.__file__).parents[1]).with_suffix("").parts))
