@@ -50,7 +50,6 @@ from qtrain.train.step.step import (
     compute_gradients,
     eval_weights,
     set_lr,
-    updates_unread,
 )
 
 log = logging.getLogger("qtrain")
@@ -191,7 +190,7 @@ class Training:
         )
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         spike = self.spikes.check(state.step + 1, gradients)
-        unread = self.in_backward is None and updates_unread(run.optimizer, gradients)
+        unread = self.in_backward is None and run.optimizer.skips_nan_scale
         if spike is None and (unread or gradients.finite):
             apply_gradients(
                 run.optimizer,

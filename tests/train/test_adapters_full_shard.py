@@ -62,6 +62,8 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
         ]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-2, clip_grad_norm=0.5, parallel=parallel)
+        assert gradients.on_device.norm.item() == gradients.norm
+        assert gradients.on_device.loss.item() == pytest.approx(gradients.loss, rel=1e-6)
         found.append((gradients.loss, gradients.norm))
     frozen = [p for p in model.parameters() if p.ndim > 1 and not p.requires_grad]
     held = sum(t.untyped_storage().nbytes() for p in frozen for t in plain_tensors(p))

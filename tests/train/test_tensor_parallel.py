@@ -159,6 +159,9 @@ def _step(
         ]
         parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
         gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+        # The update reads them on the device.
+        assert gradients.on_device.norm.item() == gradients.norm
+        assert gradients.on_device.loss.item() == pytest.approx(gradients.loss, rel=1e-6)
         for s in parallel.parameters if ep > 1 else ():
             if ".experts." in s.name:  # an expert draws random bits of its own
                 first = model.partition(s.name).ranges[0][0] * s.parameter.shape[1]

@@ -60,9 +60,9 @@ class Gradients:
     """The numbers of a step (`StepNumbers`). The first one that is asked for waits until the device has computed the
     gradients; what is launched before that follows without a gap.
 
-    on_device: of one process; None where the ranks' numbers are added on the host."""
+    on_device: the same on all ranks."""
 
-    def __init__(self, read: Callable[[], StepNumbers], on_device: LossAndNorm | None = None):
+    def __init__(self, read: Callable[[], StepNumbers], on_device: LossAndNorm):
         self._read, self.on_device = read, on_device
 
     @functools.cached_property
@@ -92,7 +92,6 @@ class Gradients:
     def update_scale(self, max_norm: float) -> Tensor:
         """What the update multiplies the gradients with, an fp32 scalar on the device: 1, or where they are clipped
         (max_norm > 0) the factor of `torch.nn.utils.clip_grads_with_norm_`; NaN unless loss and norm are finite."""
-        assert self.on_device is not None
         loss, norm = self.on_device
         scale = torch.ones_like(norm)
         if max_norm:
@@ -338,17 +337,20 @@ class DataParallel:
                 copied.synchronize()
             return self._numbers(on_host.numpy(), len(nll), meshes)
 
-        on_device = None
-        if self.mesh.world == 1 and self._host is None:
-            squares_of_all = own[len(nll) + 1 : -2].sum()
-            on_device = LossAndNorm((own[: len(nll)].sum() / own[len(nll)]).float(), squares_of_all.sqrt().float())
-        return Gradients(read, on_device)
+        # The same on the device, for the update.
+        loss = every_rank[:: self._alike, : len(nll)].sum() / every_rank[0, len(nll)]
+        of_meshes = (every_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i].sum() for i, mesh in enumerate(meshes))
+        norm = sum(of_meshes, start=torch.zeros_like(loss)).sqrt()
+        return Gradients(read, LossAndNorm(loss.float(), norm.float()))
+
+    @property
+    def _alike(self) -> int:
+        """Ranks with the same loss and tokens: those of a tensor group, and of --cp if each computes all tokens."""
+        return self.mesh.tp * (self.mesh.cp // self.sequence_parts)
 
     def _numbers(self, per_rank: np.ndarray, micro_batches: int, meshes: Sequence[Mesh]) -> StepNumbers:
         """per_rank: fp64 [ranks, n], of each the message of `sums`. meshes: of each sum of squares."""
-        # The ranks of a tensor group have the same loss and tokens, and those of --cp if each computes all tokens.
-        same = self.mesh.tp * (self.mesh.cp // self.sequence_parts)
-        every = per_rank[::same]
+        every = per_rank[:: self._alike]
         # In fp32 and in the order of the micro-batches, as one process adds: the logged loss is the same bits.
         loss = np.float32(0)
         for per_micro_batch in every.T[:micro_batches]:
