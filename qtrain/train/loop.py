@@ -191,7 +191,12 @@ class Training:
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         spike = self.spikes.check(state.step + 1, gradients)
         unread = self.in_backward is None and run.optimizer.skips_nan_scale
+        logged = spike is not None or self._logs(state.step + 1)
+        more: list[Callable[[], dict[str, float]]] = []
         if spike is None and (unread or gradients.finite):
+            self.balance.end_step()
+            if logged:  # sent before the update, behind which they would wait
+                more = [self.teacher_loss.metrics(), self.balance.metrics()]
             apply_gradients(
                 run.optimizer,
                 run.quantized,
@@ -211,8 +216,9 @@ class Training:
         self._rewound = spike is not None and self._answer(spike, gradients, positions[-1])
         if self._rewound:
             return
+        if spike is not None:
+            more = [self.teacher_loss.metrics(), self.balance.metrics()]
         self.records.throughput.clock.mark("optimizer")
-        self.balance.end_step()
         state.step += 1
         note_step(state.step)
         state.tokens += gradients.tokens
@@ -222,9 +228,14 @@ class Training:
             run.ema.update(state.step)
         self.records.throughput.step(gradients.tokens)
         self.records.tell_start()
-        if spike is not None or state.step % settings.log_interval == 0 or state.step == settings.n_steps:
-            more = self.teacher_loss.metrics() | self.balance.metrics() | self.spikes.record()
-            self.records.step(status, gradients, lr, more)
+        if logged:
+            found = {key: value for read in more for key, value in read().items()}
+            self.records.step(status, gradients, lr, found | self.spikes.record())
+
+    def _logs(self, step: int) -> bool:
+        """Whether metrics are recorded after this step."""
+        settings = self.run.settings
+        return step % settings.log_interval == 0 or step == settings.n_steps
 
     def _enter_phase(self) -> None:
         """Change to the schemes that --quantize_schedule has from the next step on."""

@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         return [router.bias for router in routers if router.bias is not None]
 
     def end_step(self, bias_rate: float = 0.0) -> None:
-        """After an optimizer step: balance the routers' biases with this rate (`ExpertLoad.end_step`)."""
+        """Of a step that is applied: balance the routers' biases with this rate (`ExpertLoad.end_step`)."""
         if self.expert_load is not None:
             self.expert_load.end_step(self._router_biases(), bias_rate)
 

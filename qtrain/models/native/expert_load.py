@@ -1,7 +1,11 @@
 """How evenly routers use their experts: counted on the device, read by the host when it logs."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+from qtrain.core.hardware.host_copy import HostCopy
 
 
 class ExpertLoad(nn.Module):
@@ -22,8 +26,8 @@ class ExpertLoad(nn.Module):
 
     @torch.no_grad()
     def end_step(self, biases: list[Tensor], rate: float) -> None:
-        """After an optimizer step. biases: of the routers, fp32 [E] each; `rate` is added to those of experts with less
-        than the mean load, and subtracted from those with more (DeepSeek-V3, arXiv:2412.19437)."""
+        """Of a step that is applied. biases: of the routers, fp32 [E] each; `rate` is added to those of experts with
+        less than the mean load, and subtracted from those with more (DeepSeek-V3, arXiv:2412.19437)."""
         if biases and rate:
             load = self.step.float()
             change = rate * (load.mean(dim=1, keepdim=True) - load).sign()
@@ -31,14 +35,16 @@ class ExpertLoad(nn.Module):
         self.unread += self.step
         self.step.zero_()
 
-    def read(self) -> dict[str, float]:
-        """Metrics of the routes since the last call; synchronizes with the device.
-
-        expert_load: the largest load of any expert over its layer's mean; expert_entropy: mean over the layers of the
-        load's entropy, over that of equal loads. Empty without a route.
-        """
-        load = self.unread.double().cpu()
+    def read(self) -> Callable[[], dict[str, float]]:
+        """The metrics of the routes since the last call, which are on their way to the host."""
+        load = HostCopy(self.unread)
         self.unread.zero_()
+        return lambda: self._metrics(load.read().double())
+
+    @staticmethod
+    def _metrics(load: Tensor) -> dict[str, float]:
+        """expert_load: the largest load of any expert over its layer's mean; expert_entropy: mean over the layers of
+        the load's entropy, over that of equal loads. Empty without a route. load: [layers, experts] on the host."""
         total = load.sum(dim=1, keepdim=True)
         if not bool((total > 0).all()):
             return {}

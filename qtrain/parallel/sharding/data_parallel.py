@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.comm.wire import all_gather_rows, maximum_over_ranks
+from qtrain.core.hardware.host_copy import HostCopy
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.mesh import Mesh
@@ -326,22 +327,14 @@ class DataParallel:
         # fp64 [micro-batches + 1 + meshes + 2]: all that the host reads in a step, in one message and one copy.
         own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
         every_rank = own[None] if self.mesh.world == 1 else all_gather_rows(own)  # [ranks, n]
-        on_host, copied = every_rank.to("cpu", non_blocking=True), None
-        if own.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
-        meshes = [mesh for mesh, _ in summed]
-
-        def read() -> StepNumbers:
-            if copied is not None:
-                copied.synchronize()
-            return self._numbers(on_host.numpy(), len(nll), meshes)
-
+        on_host, meshes = HostCopy(every_rank), [mesh for mesh, _ in summed]
         # The same on the device, for the update.
         loss = every_rank[:: self._alike, : len(nll)].sum() / every_rank[0, len(nll)]
         of_meshes = (every_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i].sum() for i, mesh in enumerate(meshes))
         norm = sum(of_meshes, start=torch.zeros_like(loss)).sqrt()
-        return Gradients(read, LossAndNorm(loss.float(), norm.float()))
+        return Gradients(
+            lambda: self._numbers(on_host.read().numpy(), len(nll), meshes), LossAndNorm(loss.float(), norm.float())
+        )
 
     @property
     def _alike(self) -> int:

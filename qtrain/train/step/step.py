@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtrain.comm.ranks import rank
+from qtrain.core.hardware.host_copy import HostCopy
 from qtrain.core.maybe_none import MaybeNone
 from qtrain.data.batch import Batch
 from qtrain.kernels.optim.update_rules import WeightAmax
@@ -199,15 +200,20 @@ class TeacherLoss:
         if self._distillation is not None:
             self._distillation.begin_step()
 
-    def metrics(self) -> dict[str, float]:
-        """kl: the mean over the step's trained tokens; synchronizes with the device. To be called on all ranks."""
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """kl: the mean over the step's trained tokens, on its way to the host. To be called on all ranks."""
         if self._distillation is None:
-            return {}
+            return dict
         sums = self._distillation.sums.clone()
         if self._mesh.dp_size > 1:
             dist.all_reduce(sums, group=self._mesh.dp_group)
-        total, tokens = sums.tolist()
-        return {"kl": total / max(tokens, 1.0)}
+        on_host = HostCopy(sums)
+
+        def read() -> dict[str, float]:
+            total, tokens = on_host.read().tolist()
+            return {"kl": total / max(tokens, 1.0)}
+
+        return read
 
 
 class ExpertBalance:
@@ -218,7 +224,7 @@ class ExpertBalance:
         self._mesh, self._bias_rate = mesh, bias_rate
 
     def end_step(self) -> None:
-        """After an optimizer step; the same on all ranks."""
+        """Once the gradients of a step that is applied are there; the same on all ranks."""
         if self._model is None:
             return
         if self._mesh.dp_size > 1:
@@ -231,6 +237,6 @@ class ExpertBalance:
         if self._model is not None:
             self._model.expert_load.step.zero_()
 
-    def metrics(self) -> dict[str, float]:
-        """The load since the last call (`ExpertLoad.read`)."""
-        return {} if self._model is None else self._model.expert_load.read()
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """The load since the last call (`ExpertLoad.read`), on its way to the host."""
+        return dict if self._model is None else self._model.expert_load.read()
