@@ -97,7 +97,7 @@ class Gradients:
         scale = torch.ones_like(norm)
         if max_norm:
             scale = torch.where(norm > max_norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0), scale)
-        return scale + 0 * (loss + norm)
+        return scale + 0 * loss + 0 * norm
 
 
 class DataParallel:
