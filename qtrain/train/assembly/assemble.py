@@ -8,7 +8,7 @@ from torch import nn
 
 from qtrain.core.hardware.memory import limit_allocator
 from qtrain.kernels import compile_ahead
-from qtrain.models import Decoder, Lora, ModelConfig
+from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
 from qtrain.optim import parameter_groups
@@ -120,10 +120,11 @@ def _gradient_sums(model: nn.Module, quantized: QuantizedModel, prepared: Prepar
     """Where autograd would add up the micro-batches' gradients, in one process."""
     settings = prepared.settings
     apart = settings.deterministic or settings.optimizer_in_backward or "gradients" in prepared.offload
-    if prepared.mesh.world > 1 or prepared.reshards or apart or not isinstance(model, Decoder):
+    # Chunks' gradients of an MLP are added up in fp32.
+    if prepared.mesh.world > 1 or prepared.reshards or apart or getattr(settings, "mlp_chunks", 0):
         return None
-    # Chunks' gradients of an MLP are added up in fp32, and the loss takes those of the head itself.
-    return None if getattr(settings, "mlp_chunks", 0) else GradientSums(quantized, left_out=model.lm_head)
+    # The loss of a language model takes the gradient of the head itself.
+    return GradientSums(quantized, left_out=getattr(model, "lm_head", None))
 
 
 def freeze_embedding(model: nn.Module) -> list[str]:
