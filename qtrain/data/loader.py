@@ -15,7 +15,6 @@ whatever the main thread is doing, such as writing a checkpoint.
 
 import atexit
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -35,10 +34,17 @@ from qtrain.core.process import GROUP_SIGNALS, prepare_process
 from qtrain.data.batch import Batch, TensorBatch
 from qtrain.data.stream import Stream
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 Item = tuple[TensorBatch, dict[str, Any]]  # A batch and the position right after it
 
 T = TypeVar("T")
 
+PIPES_ARE_FILES = hasattr(os, "readv")
+"""Not on Windows."""
 PIPE_BYTES = 1 << 20
 """That a pipe from a process holds, the most that Linux allows. The default is 64 KiB: a batch of images is 600."""
 
@@ -107,8 +113,9 @@ class PrefetchProcess(PrefetchThread[Item]):
         # The child imports the module of `produce` by name, so that is a function of a module.
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
         receiver, sender = context.Pipe(duplex=False)
-        with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on Linux
-            fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        if fcntl is not None:
+            with contextlib.suppress(OSError, AttributeError):  # AttributeError: only Linux sets it
+                fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         # `start` writes the arguments of the process into a pipe. What does not fit waits until it reads them, which
         # is after it has imported torch: the work is sent by the thread, so that processes start together.
         read_work, send_work = context.Pipe(duplex=False)
@@ -185,9 +192,28 @@ def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> N
     # Shapes and dtypes first; the bytes follow, one message a tensor.
     sender.send((batch.each(lambda t: t.to("meta")), position))
     for tensor in batch.tensors():
-        rest = _bytes_of(tensor.contiguous())
-        while rest:
-            rest = rest[os.write(sender.fileno(), rest) :]
+        _write(sender, _bytes_of(tensor.contiguous()))
+
+
+def _write(sender: Connection, data: memoryview) -> None:
+    if not PIPES_ARE_FILES:
+        sender.send_bytes(data)
+        return
+    while data:
+        data = data[os.write(sender.fileno(), data) :]
+
+
+def _read(receiver: Connection, data: memoryview) -> None:
+    """Into `data`, all that `_write` was given. Not by `recv_bytes_into` where a pipe is a file: for each piece that it
+    holds that allocates all that is left, and it copies twice."""
+    if not PIPES_ARE_FILES:
+        receiver.recv_bytes_into(data)
+        return
+    while data:
+        received = os.readv(receiver.fileno(), [data])
+        if not received:
+            raise EOFError
+        data = data[received:]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -199,15 +225,9 @@ def _receive(receiver: Connection, send_work: Connection, work: bytes) -> Iterat
     pin = torch.cuda.is_available()
 
     def filled(shape: torch.Tensor) -> torch.Tensor:
-        # Pinned memory is reused, so that its pages are there. Not by `recv_bytes_into`: for each piece that the pipe
-        # holds it allocates all that is left, and it copies twice.
+        # Pinned memory is reused, so that its pages are there.
         tensor = torch.empty(shape.shape, dtype=shape.dtype, pin_memory=pin)
-        rest = _bytes_of(tensor)
-        while rest:
-            received = os.readv(receiver.fileno(), [rest])
-            if not received:
-                raise EOFError
-            rest = rest[received:]
+        _read(receiver, _bytes_of(tensor))
         return tensor
 
     with contextlib.suppress(OSError):  # it has died: receiving says so

@@ -1,10 +1,12 @@
 """The loader hands out the stream's batches in order, with positions that resume exactly, for any number of workers."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
+from qtrain.data import loader
 from qtrain.data.batch import IGNORED, Batch, Sample
 from qtrain.data.loader import PIPE_BYTES, Loader, PrefetchProcess
 from qtrain.data.stream import StreamContext, open_stream
@@ -175,3 +178,19 @@ def test_batches_are_pinned_for_the_gpu(datasets, num_workers):
     with Loader(stream, 2, num_workers=num_workers) as loader:
         batch, _ = next(loader)
     assert batch.input_ids.is_pinned() and batch.to("cuda", non_blocking=True).labels.is_cuda
+
+
+@pytest.mark.parametrize("system", ["posix", "windows"])
+def test_tensors_go_through_a_pipe_that_is_smaller(system, monkeypatch):
+    """On Windows, whose pipes are no files, as messages."""
+    if system == "windows":
+        monkeypatch.setattr(loader, "PIPES_ARE_FILES", False)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    values = [torch.arange(size, dtype=torch.int64) for size in (3, 100_000, 0, 7)]
+    thread = threading.Thread(target=lambda: [loader._write(sender, loader._bytes_of(t)) for t in values])
+    thread.start()
+    for expected in values:
+        found = torch.empty_like(expected)
+        loader._read(receiver, loader._bytes_of(found))
+        assert torch.equal(found, expected)
+    thread.join()
