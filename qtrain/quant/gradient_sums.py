@@ -35,8 +35,10 @@ class GradientSums:
             if trained and plain and adds_product(*linear.scheme.operand_formats("grad_weight")):
                 yield linear
 
-    def begin_step(self) -> None:
-        """The backward passes that follow, of one step, add to the gradients."""
+    def begin_step(self, micro_batches: int) -> None:
+        """The backward passes that follow, of one step, add to the gradients, where they are so many that it pays."""
+        if micro_batches < LEAST_MICRO_BATCHES:
+            return
         linears, before = list(self._linears()), self._sums
         self._sums = {n.weight: before[n.weight] if n.weight in before else _like(n.weight) for n in linears}
         for linear in linears:

@@ -50,6 +50,7 @@ from qtrain.train.step.step import (
     compute_gradients,
     eval_weights,
     set_lr,
+    updates_unread,
 )
 
 log = logging.getLogger("qtrain")
@@ -190,10 +191,9 @@ class Training:
         )
         # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         spike = self.spikes.check(state.step + 1, gradients)
-        unread = self.in_backward is None and run.optimizer.skips_nan_scale
         logged = spike is not None or self._logs(state.step + 1)
         more: list[Callable[[], dict[str, float]]] = []
-        if spike is None and (unread or gradients.finite):
+        if spike is None and (updates_unread(run.optimizer, self.in_backward) or gradients.finite):
             self.balance.end_step()
             if logged:  # sent before the update, behind which they would wait
                 more = [self.teacher_loss.metrics(), self.balance.metrics()]

@@ -46,8 +46,8 @@ def test_gradients_are_those_that_autograd_adds_up(scheme, compiled, monkeypatch
     results, added = [], []
     begin = GradientSums.begin_step
 
-    def note(self):
-        begin(self)
+    def note(self, micro_batches):
+        begin(self, micro_batches)
         added.append(sum(map(summed, quantized.linears)))
 
     monkeypatch.setattr(GradientSums, "begin_step", note)
@@ -85,7 +85,7 @@ def test_which_linears(scheme, options, some):
     model, quantized = build(scheme, options)
     quantized.linears[0].weight.requires_grad_(False)
     sums = GradientSums(quantized, model.lm_head)
-    sums.begin_step()
+    sums.begin_step(LEAST_MICRO_BATCHES)
     expected = [linear for linear in quantized.linears[1:] if linear is not model.lm_head] if some else []
     assert [linear for linear in quantized.linears if summed(linear)] == expected
     sums.end_step()

@@ -33,7 +33,7 @@ from qtrain.parallel.sharding.part_masters import TensorParts
 from qtrain.parallel.sharding.sharded_model import as_decoder, shard_model
 from qtrain.parallel.sharding.shards import Sharded, by_mesh
 from qtrain.quant import QuantizedModel, Scheme
-from qtrain.quant.gradient_sums import LEAST_MICRO_BATCHES, GradientSums
+from qtrain.quant.gradient_sums import GradientSums
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class DataParallel:
     def begin_step(self, step: int, micro_batches: int) -> None:
         """The next gradients are those of `step`, from this many micro-batches of each rank."""
         self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.readers, micro_batches
-        if self._gradient_sums is not None and micro_batches >= LEAST_MICRO_BATCHES:
-            self._gradient_sums.begin_step()
+        if self._gradient_sums is not None:
+            self._gradient_sums.begin_step(micro_batches)
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""

@@ -79,15 +79,15 @@ class KernelTable:
 
     def text(self) -> str:
         """The whole table: kinds, GEMMs first, then the kernels of each by name."""
-        groups = {"all GEMMs": [kind for kind in self.ms if kind.startswith("GEMM")]}
-        groups["all between products"] = [kind for kind in self.ms if kind in BETWEEN]
+        gemms = [kind for kind in self.ms if kind.startswith("GEMM")]
+        between = [kind for kind in self.ms if kind in BETWEEN]
         lines = [f"{'kind':22}{'ms a step':>12}{'share':>8}{'launches':>10}{'floor ms':>10}{'of floor':>10}", ""]
-        for (name, kinds), floor in zip(groups.items(), ("GEMM", "between products"), strict=True):
+        for name, kinds, floor in (("all GEMMs", gemms, "GEMM"), ("all between products", between, "between products")):
             lines += [self._row(kind, self.ms[kind], self.launches[kind]) for kind in kinds]
             if kinds:
                 ms, launches = (sum(values[kind] for kind in kinds) for values in (self.ms, self.launches))
                 lines.append(self._row(name, ms, launches, self.floor.get(floor)))
-        others = [kind for kind in self.ms if not any(kind in kinds for kinds in groups.values())]
+        others = [kind for kind in self.ms if kind not in (*gemms, *between)]
         lines += [self._row(kind, self.ms[kind], self.launches[kind], self.floor.get(kind)) for kind in others]
         # Negative, so that the column adds up to the step.
         lines += [self._row("overlapping", -self.overlap), self._row("idle", self.idle)]

@@ -88,10 +88,10 @@ def apply_gradients(
     """Clip (0: do not), update the weights with learning rate `lr`, free the gradients, and refresh all weights' codes.
     With `in_backward` only the refresh is left to do.
 
-    Where the update itself leaves out gradients that are not finite (`skips_nan_scale`), all of this is launched before
+    Where the update itself leaves out gradients that are not finite (`updates_unread`), all of this is launched before
     the host has seen that they are; it waits for that at the end. Gradients that are not finite are then kept.
     """
-    unread = in_backward is None and optimizer.skips_nan_scale
+    unread = updates_unread(optimizer, in_backward)
     if in_backward is None:
         _update_weights(optimizer, gradients, lr, clip_grad_norm, unread)
     # A recorded refresh includes what ranks gather for it.
@@ -103,6 +103,11 @@ def apply_gradients(
     # The synchronization of a step: the device is at the update meanwhile.
     if unread and gradients.finite:
         optimizer.zero_grad(set_to_none=True)
+
+
+def updates_unread(optimizer: Optimizer, in_backward: OptimizerInBackward | None) -> bool:
+    """Whether the device itself sees to it that a gradient that is not finite reaches no weight."""
+    return in_backward is None and optimizer.skips_nan_scale
 
 
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float, unread: bool) -> None:
