@@ -166,9 +166,12 @@ def adds_low_rank(a: OperandFormat | None, b: OperandFormat | None) -> bool:
     return b.fmt == "nf4" or products_of(a, b).dense is _scaled
 
 
-def adds_product(a: OperandFormat | None, b: OperandFormat | None) -> bool:
-    """Whether there is `add_product` of these formats; None: an operand in high precision."""
-    return a is not None and b is not None and products_of(a, b).dense is _scaled
+def adds_product(a: OperandFormat | None, b: OperandFormat | None, *, fast_accum: bool = True) -> bool:
+    """Whether `add_product` of these formats is faster than a product and a sum; None: an operand in high precision."""
+    if a is None or b is None or products_of(a, b).dense is not _scaled:
+        return False
+    # cuBLAS is faster where FP8's sums are promoted to fp32, and cannot add.
+    return fast_accum or a.fmt == "int8"
 
 
 def add_product(total: Tensor, a: QuantizedTensor, b: QuantizedTensor, *, fast_accum: bool = True) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qtrain.quant.gemm_table import adds_product
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.quantized_model import QuantizedModel
+from qtrain.quant.scheme import applies
 
 LEAST_MICRO_BATCHES = 3
 
@@ -32,7 +33,9 @@ class GradientSums:
             trained = weight.requires_grad and linear is not self._left_out
             # Of one matrix, of which the optimizer has the values.
             plain = type(linear) is LowBitLinear and linear.groups is None and type(weight.data) is Tensor
-            if trained and plain and adds_product(*linear.scheme.operand_formats("grad_weight")):
+            fast = applies(linear.scheme.fast_accum, "grad_weight")
+            formats = linear.scheme.operand_formats("grad_weight")
+            if trained and plain and adds_product(*formats, fast_accum=fast):
                 yield linear
 
     def begin_step(self, micro_batches: int) -> None:

@@ -16,10 +16,10 @@ from tests.train.step.test_step import masked_batch, split
 
 SUMMED = {
     "int8": {},
-    "fp8_rowwise": {},
-    "fp8_tensorwise": {"scaling": "delayed"},
+    "fp8_rowwise": {"fast_accum": True},
+    "fp8_tensorwise": {"scaling": "delayed", "fast_accum": True},
 }
-"""Schemes whose `grad_weight` has scales of rows or of the whole tensor."""
+"""Schemes whose `grad_weight` has scales of rows or of the whole tensor, and of FP8 fast accumulation."""
 
 
 def build(scheme, options, dtype=torch.float32, device="cpu"):
@@ -78,10 +78,16 @@ def test_few_micro_batches_are_left_to_autograd():
 
 @pytest.mark.parametrize(
     ("scheme", "options", "some"),
-    [("int8", {}, True), ("int8", {"grad_weight": "bf16"}, False), ("fp8_blockwise", {}, False)],
+    [
+        ("int8", {}, True),
+        ("int8", {"grad_weight": "bf16"}, False),
+        ("fp8_blockwise", {}, False),
+        ("fp8_rowwise", {}, False),
+    ],
 )
 def test_which_linears(scheme, options, some):
-    """Not the head, whose gradient the loss takes, nor frozen ones; none where `grad_weight` reads values or blocks."""
+    """Not the head, whose gradient the loss takes, nor frozen ones; none where `grad_weight` reads values or
+    blocks, or promotes FP8's sums."""
     model, quantized = build(scheme, options)
     quantized.linears[0].weight.requires_grad_(False)
     sums = GradientSums(quantized, model.lm_head)

@@ -111,8 +111,8 @@ def train(
 
 
 @pytest.mark.gpu
-def test_the_host_waits_once_a_step(monkeypatch):
-    """For the loss and the norm; the optimizer is prepared by then."""
+def test_the_update_is_launched_without_a_wait(monkeypatch):
+    """The host reads loss and norm by an event, which this mode does not count; no other call of a step waits."""
     waits: list[int] = []
     compute = compute_gradients
 
@@ -128,7 +128,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
             train("fp8_tensorwise", {"scaling": "delayed"}, 2, graphed=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert waits[-1] - waits[-2] == 1, [str(w.message)[:80] for w in seen[waits[-2] :]]
+    assert waits[-1] == waits[-2], [str(w.message)[:80] for w in seen[waits[-2] :]]
 
 
 @pytest.mark.gpu
