@@ -176,10 +176,10 @@ def make_runs(settings: SeedPairsSettings, runs_dir: Path) -> list[PairedRun]:
     if not recipe.get("eval_ds"):
         raise UserError(f"--recipe: {settings.recipe} names no validation data (eval_ds), whose loss is compared.")
     variants = chosen_variants(split_list(settings.schemes), read_variants(settings.variants))
-    # One variant can be compared with a reference of other results.
-    if len(variants) < 2 and settings.reference in (None, *variants):
+    # One variant can be compared with a reference of other results, and may be the reference of those.
+    if len(variants) < 2 and settings.reference in (None, *variants) and not settings.others:
         raise UserError(
-            f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more, or the --reference."
+            f"--schemes: {settings.schemes!r} leaves nothing to compare; name more, the --reference, or --others."
         )
     seeds = parse_seeds(settings.seeds)
     data = data_fingerprint(recipe.get("train_ds") or {}, *eval_sets(recipe["eval_ds"], "eval_ds").values())

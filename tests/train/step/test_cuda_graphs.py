@@ -143,6 +143,7 @@ def test_the_update_is_launched_without_a_wait(monkeypatch):
         ("fp8_tensorwise", {"scaling": "delayed"}),
         ("fp8_rowwise", {}),
         ("fp8_blockwise", {}),
+        ("int8_blockwise", {}),
         ("int8_weight", {}),
         ("bitnet", {}),
     ],
