@@ -1,8 +1,9 @@
 """The gradients of linears' weights, summed over the micro-batches of a step as they are computed.
 
 Autograd adds what a backward pass returns to `.grad`: 6 bytes an element in bf16, beside 2 that the product writes.
-Here the product itself adds to `.grad` (`kernels/gemm/add_scaled_mm.py`), 4 bytes, and backward returns nothing. The
-sums are set to zero once a step, so with two micro-batches this moves as many bytes, and with more it moves fewer.
+Here the product itself adds to `.grad` (`kernels/gemm/add_scaled_mm.py`), 4 bytes, and backward returns nothing: where
+`gemm_table.adds_product` says that it is faster. The sums are set to zero once a step, so with two micro-batches this
+moves as many bytes, and with more it moves fewer.
 """
 
 from collections.abc import Iterator
