@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qtrain.comm.compiled_order import collective
 from qtrain.comm.wire import all_gather_single, exchange, gather, sent
-from qtrain.kernels.compiler import operator
 from qtrain.kernels.elementwise import sum_in_order
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
@@ -94,7 +94,7 @@ class RankGroup:
 # ---- custom ops ------------------------------------------------------------------------------------------------------
 
 
-@operator("group_gather", fake=lambda x, ranks: x.new_empty(ranks * x.shape[0], *x.shape[1:]))
+@collective("group_gather", fake=lambda x, ranks: x.new_empty(ranks * x.shape[0], *x.shape[1:]))
 def group_gather(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """x [n, ...] of every rank, one after the other: [ranks * n, ...]."""
     x = x.contiguous()
@@ -104,7 +104,7 @@ def group_gather(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     return received
 
 
-@operator("group_scatter_sum", fake=lambda x, ranks: x.new_empty(x.shape[0] // ranks, *x.shape[1:]))
+@collective("group_scatter_sum", fake=lambda x, ranks: x.new_empty(x.shape[0] // ranks, *x.shape[1:]))
 def group_scatter_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """x [ranks * n, ...] of every rank -> rows [rank * n, (rank + 1) * n) of their sum."""
     x = x.contiguous()
@@ -112,7 +112,7 @@ def group_scatter_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     return _exchanged_sum(x.view(-1), group, ranks, kind).view(own, *x.shape[1:])
 
 
-@operator("group_sum", fake=lambda x: x.new_empty(x.shape))
+@collective("group_sum", fake=lambda x: x.new_empty(x.shape))
 def group_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """The sum over the ranks: each adds a part of the elements, and they gather the parts."""
     flat = x.reshape(-1)
@@ -122,7 +122,7 @@ def group_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     return whole[: len(flat)].view(x.shape)
 
 
-@operator("group_all_to_all", fake=lambda x: x.new_empty(x.shape))
+@collective("group_all_to_all", fake=lambda x: x.new_empty(x.shape))
 def group_all_to_all(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """x [ranks, ...], a message for each rank -> [ranks, ...], what each rank sent to this one."""
     flat = x.contiguous().view(-1)
@@ -130,7 +130,7 @@ def group_all_to_all(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     return exchange(flat, [own] * ranks, own, _GROUPS[group], kind).view(x.shape)
 
 
-@operator("group_maximum", fake=lambda x: torch.empty_like(x))
+@collective("group_maximum", fake=lambda x: torch.empty_like(x))
 def group_maximum(x: Tensor, group: str, ranks: int) -> Tensor:
     """The maximum over the ranks of values that are not negative: their bits order as they do, NaN above Inf."""
     found = x.clone()
