@@ -12,7 +12,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, add_fp8_mm, library
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -58,7 +58,7 @@ def add_scaled_mm(
         if name == TWO_PASSES:
             out += scaled_mm(a, b, scale_a, scale_b, out.dtype, None, fast_accum)
         elif name in CUBLAS:
-            add_fp8_mm(out, a, b, scale_a, scale_b, fast_accum=fast_accum, algorithm=CUBLAS[name])
+            fp8_mm(a, b, scale_a, scale_b, out, algorithm=CUBLAS[name], fast_accum=fast_accum, add=True)
         elif name in SCALED_TILINGS:
             launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], add=True)
         else:

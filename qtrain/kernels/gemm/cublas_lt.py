@@ -1,8 +1,9 @@
-"""FP8 products by cuBLASLt that are added to what is in memory, which PyTorch does not offer: total += A · Bᵀ.
+"""FP8 products by cuBLASLt, called for what `torch._scaled_mm` does not offer: any of the algorithms that the library
+proposes, not the first alone, and a product that is added to what is in memory.
 
-`torch._scaled_mm` calls the same library without a sum to add to. The library is the one that torch has loaded, its
-handle torch's (a cuBLAS handle holds one of cuBLASLt). The calls, enumerations and structures are those of cublasLt.h,
-which have been the same since CUDA 11.8: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+The library is the one that torch has loaded, its handle torch's (a cuBLAS handle holds one of cuBLASLt). The calls,
+enumerations and structures are those of cublasLt.h, which have been the same since CUDA 11.8:
+https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
 
 import ctypes
@@ -24,11 +25,14 @@ WORKSPACE_BYTES = 2**25
 _TYPES = {torch.bfloat16: 14, torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FLOAT, _COMPUTE_FLOAT = 0, 68
 # cublasLtMatmulDescAttributes_t.
-_TRANSPOSE_A, _SCALE_A, _SCALE_B, _FAST_ACCUM, _MODE_A, _MODE_B = 3, 17, 18, 25, 31, 32
+_TRANSPOSE_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST_ACCUM, _MODE_A, _MODE_B = 3, 7, 8, 17, 18, 25, 31, 32
 _ROWS = 3  # cublasLtMatmulMatrixScale_t: a scale for each row
+_ADD_BIAS = 4  # cublasLtEpilogue_t
 _WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 
-_ONE = c_float(1.0)
+_ZERO, _ONE = c_float(0.0), c_float(1.0)
+_ALIGNED = c_void_p(256)
+"""An address while algorithms are asked for, which reads nothing."""
 _lock = threading.Lock()
 """A plan holds the addresses of scales between two calls."""
 
@@ -70,29 +74,33 @@ def _created(function: Callable[..., int], *arguments: Any) -> c_void_p:
 class Plan:
     """A product of one shape: its description, and the algorithms for it.
 
-    The library's matrices are column-major: total [M, N] is one of N x M, B [N, K] one of K x N that is transposed, and
+    The library's matrices are column-major: out [M, N] is one of N x M, B [N, K] one of K x N that is transposed, and
     A [M, K] one of K x M. So its first operand is B.
     """
 
-    def __init__(self, handle: int, m: int, n: int, k: int, types: tuple[torch.dtype, ...], rows: bool, fast: bool):
-        """types: of A, B and total."""
-        lt, (of_a, of_b, of_total) = library(), (_TYPES[t] for t in types)
+    def __init__(
+        self, handle: int, m: int, n: int, k: int, types: tuple[torch.dtype, ...], rows: bool, fast: bool, bias: bool
+    ):
+        """types: of A, B and out. rows: whether there is a scale for each row. bias: whether one of out's is added."""
+        lt, (of_a, of_b, of_out) = library(), (_TYPES[t] for t in types)
         self.description = _created(lt.cublasLtMatmulDescCreate, _COMPUTE_FLOAT, _FLOAT)
-        self.set(_TRANSPOSE_A, c_int(1))
-        self.set(_FAST_ACCUM, c_int8(fast))
+        attributes = {_TRANSPOSE_A: c_int(1), _FAST_ACCUM: c_int8(fast), _SCALE_A: _ALIGNED, _SCALE_B: _ALIGNED}
         if rows:
-            self.set(_MODE_A, c_int(_ROWS))
-            self.set(_MODE_B, c_int(_ROWS))
+            attributes |= {_MODE_A: c_int(_ROWS), _MODE_B: c_int(_ROWS)}
+        if bias:
+            attributes |= {_EPILOGUE: c_int(_ADD_BIAS), _BIAS: _ALIGNED}
+        for attribute, value in attributes.items():
+            self.set(attribute, value)
         layout = lt.cublasLtMatrixLayoutCreate
         self.b = _created(layout, of_b, c_uint64(k), c_uint64(n), c_int64(k))
         self.a = _created(layout, of_a, c_uint64(k), c_uint64(m), c_int64(k))
-        self.total = _created(layout, of_total, c_uint64(n), c_uint64(m), c_int64(n))
+        self.out = _created(layout, of_out, c_uint64(n), c_uint64(m), c_int64(n))
         preference, size, count = _created(lt.cublasLtMatmulPreferenceCreate), c_size_t(WORKSPACE_BYTES), c_int()
         _call(lt.cublasLtMatmulPreferenceSetAttribute, preference, _WORKSPACE, byref(size), c_size_t(8))
         found = (_Found * MOST_ALGORITHMS)()
         _call(
-            lt.cublasLtMatmulAlgoGetHeuristic, c_void_p(handle), self.description, self.b, self.a, self.total,
-            self.total, preference, MOST_ALGORITHMS, found, byref(count),
+            lt.cublasLtMatmulAlgoGetHeuristic, c_void_p(handle), self.description, self.b, self.a, self.out, self.out,
+            preference, MOST_ALGORITHMS, found, byref(count),
         )  # fmt: skip
         self.algorithms = [found[i] for i in range(count.value) if found[i].state == 0]
 
@@ -107,27 +115,41 @@ def _plan(*arguments: Any) -> Plan:
     return Plan(*arguments)
 
 
-def add_fp8_mm(
-    total: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast_accum: bool, algorithm: int
-) -> None:
-    """total [M, N] += (A [M, K] · B [N, K]ᵀ) * scale_a * scale_b: bf16 or fp32, contiguous, rows at multiples of 16
-    bytes; FP8, K-major; fp32 scales, [M] and [N], or [1] both. algorithm: below MOST_ALGORITHMS.
+def fp8_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out: Tensor,
+    *,
+    algorithm: int,
+    bias: Tensor | None = None,
+    fast_accum: bool = True,
+    add: bool = False,
+) -> Tensor:
+    """out [M, N] = (A [M, K] · B [N, K]ᵀ) * scale_a * scale_b + bias; with `add` this is added to out.
+
+    A, B FP8, K-major; fp32 scales, [M] and [N], or [1] both; out bf16 or fp32, contiguous, rows at multiples of 16
+    bytes; bias [N] of out's dtype. algorithm: below MOST_ALGORITHMS, the library's first choice is 0.
 
     RuntimeError where the library takes no such product, or has fewer algorithms for it."""
     (m, k), n, rows = a.shape, b.shape[0], scale_a.numel() > 1 or scale_b.numel() > 1
     if rows:
         scale_a, scale_b = scale_a.expand(m).contiguous(), scale_b.expand(n).contiguous()
     handle, stream = torch.cuda.current_blas_handle(), torch.cuda.current_stream(a.device).cuda_stream
-    plan = _plan(handle, m, n, k, (a.dtype, b.dtype, total.dtype), rows, fast_accum)
+    plan = _plan(handle, m, n, k, (a.dtype, b.dtype, out.dtype), rows, fast_accum, bias is not None)
     if algorithm >= len(plan.algorithms):
         raise RuntimeError(f"cuBLASLt has {len(plan.algorithms)} algorithms for this product")
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
     with _lock:
         plan.set(_SCALE_A, c_void_p(scale_b.data_ptr()))
         plan.set(_SCALE_B, c_void_p(scale_a.data_ptr()))
-        pointers = [c_void_p(t.data_ptr()) for t in (b, a, total, workspace)]
+        if bias is not None:
+            plan.set(_BIAS, c_void_p(bias.data_ptr()))
+        of_b, of_a, of_out, of_workspace = (c_void_p(t.data_ptr()) for t in (b, a, out, workspace))
         _call(
-            library().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), pointers[0], plan.b, pointers[1],
-            plan.a, byref(_ONE), pointers[2], plan.total, pointers[2], plan.total,
-            byref(plan.algorithms[algorithm].algorithm), pointers[3], c_size_t(WORKSPACE_BYTES), c_void_p(stream),
+            library().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), of_b, plan.b, of_a, plan.a,
+            byref(_ONE if add else _ZERO), of_out, plan.out, of_out, plan.out,
+            byref(plan.algorithms[algorithm].algorithm), of_workspace, c_size_t(WORKSPACE_BYTES), c_void_p(stream),
         )  # fmt: skip
+    return out
