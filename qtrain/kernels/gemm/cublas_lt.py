@@ -133,6 +133,8 @@ def fp8_mm(
     bytes; bias [N] of out's dtype. algorithm: below MOST_ALGORITHMS, the library's first choice is 0.
 
     RuntimeError where the library takes no such product, or has fewer algorithms for it."""
+    if bias is not None and bias.dtype != out.dtype:
+        raise RuntimeError(f"cuBLASLt adds a bias of {out.dtype} to it, not of {bias.dtype}")
     (m, k), n, rows = a.shape, b.shape[0], scale_a.numel() > 1 or scale_b.numel() > 1
     if rows:
         scale_a, scale_b = scale_a.expand(m).contiguous(), scale_b.expand(n).contiguous()

@@ -24,6 +24,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.scaled_wgmma import SCALED_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
@@ -121,6 +122,8 @@ _LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
 _SPLIT = {tiling: replace(tiling, split=True) for tiling in (_TWO, _TWO_WIDE, *_LARGE)}
 TILINGS = by_name(_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_GROUPED, *_SPLIT.values())
+CUBLAS = {f"cublas {i}": i for i in range(1, MOST_ALGORITHMS)}
+"""cuBLASLt's algorithms besides the first, which is "cublas"."""
 IDLE = 0.3
 """Share of idle CTAs over all waves from which a split last wave is the better guess."""
 
@@ -138,7 +141,7 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
     if int8 and m > 16 and k % 8 == 0 and n % 8 == 0:
         names.append("cublas")
     if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
-        names.append("cublas")
+        names += ["cublas", *([] if library() is None else CUBLAS)]
     return names
 
 
@@ -227,6 +230,9 @@ def scaled_mm(
         if name == "cublas":
             return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        if name in CUBLAS:
+            algorithm = CUBLAS[name]
+            return fp8_mm(a, b, scale_a, scale_b, out, algorithm=algorithm, bias=bias, fast_accum=fast_accum)
         if name in SCALED_TILINGS:
             return launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], bias=bias)
         return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast_accum)

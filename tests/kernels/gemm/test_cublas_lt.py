@@ -1,0 +1,57 @@
+"""cuBLASLt's products: every algorithm against fp64, with a bias, and added to what is in memory."""
+
+import pytest
+import torch
+
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
+from tests.kernels.gemm.test_add_scaled_mm import total_of
+from tests.kernels.gemm.test_scaled_mm import DTYPES, operands, truth
+
+FP8 = DTYPES[1:]
+
+
+def test_there_is_none_without_cuda():
+    assert torch.version.cuda is not None or library() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", FP8)
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize("algorithm", range(MOST_ALGORITHMS))
+def test_against_fp64(dtypes, fast_accum, algorithm):
+    for m, n, k in [(1, 64, 64), (304, 272, 1040), (1152, 896, 8192), (3584, 2560, 4112)]:
+        codes, total = operands(m, n, k, dtypes, tensorwise=True, device="cuda"), total_of(m, n, torch.bfloat16, "cuda")
+        product, size = truth(*codes)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        for added, options in ((0, {}), (bias.double(), {"bias": bias}), (total.double(), {"add": True})):
+            out = total.clone()
+            try:
+                fp8_mm(*codes, out, algorithm=algorithm, fast_accum=fast_accum, **options)
+            except RuntimeError as error:
+                assert algorithm and "algorithms for this product" in str(error)  # there is always a first one
+                continue
+            expected = product + added
+            allowed = 2**-8 * expected.abs() + 2**-9 * (size + torch.as_tensor(added, device="cuda").abs())
+            assert ((out.double() - expected).abs() <= allowed).all(), (m, n, k, options.keys())
+
+
+@pytest.mark.gpu
+def test_a_recorded_product_reads_new_values():
+    codes = operands(256, 512, 384, FP8[0], tensorwise=True, device="cuda")
+    out = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
+    fp8_mm(*codes, out, algorithm=0)
+    once, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fp8_mm(*codes, out, algorithm=0, add=True)
+    codes[2].mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(out.float(), 3 * once.float(), rtol=2**-6, atol=2**-6 * once.float().abs().max().item())
+
+
+@pytest.mark.gpu
+def test_a_bias_of_another_dtype_is_refused():
+    codes = operands(64, 64, 64, FP8[0], tensorwise=True, device="cuda")
+    out = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="bias"):
+        fp8_mm(*codes, out, algorithm=0, bias=torch.zeros(64, device="cuda"))
