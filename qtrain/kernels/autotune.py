@@ -29,7 +29,9 @@ from qtrain.kernels.compile_together import compile_together, launches_are_left_
 
 Run = Callable[[str], object]
 
-ROUNDS = 11
+ROUNDS, FIRST_ROUNDS = 11, 3
+SLOW = 1.25
+"""Times the best after the first rounds from which a candidate is dropped."""
 SWEEPS, SWEEP_BYTES = 8, 2**28
 """Each time, so much is written before: it flushes the L2 cache, and takes longer (500 us) than the host needs to
 launch a few kernels."""
@@ -133,6 +135,9 @@ def _fastest(names: Sequence[str], run: Run) -> str:
     times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in working}
     sweep = torch.empty(SWEEP_BYTES, dtype=torch.int8, device="cuda")
     for turn in range(ROUNDS):  # interleaved, in alternating order: clocks change as the GPU heats up
+        if turn == FIRST_ROUNDS:
+            medians = _medians(times)
+            working = [name for name in working if medians[name] <= SLOW * min(medians.values())]
         for name in working if turn % 2 else reversed(working):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for _ in range(SWEEPS):
@@ -141,8 +146,13 @@ def _fastest(names: Sequence[str], run: Run) -> str:
             run(name)
             end.record()
             times[name].append((start, end))
+    medians = _medians(times)
+    return min(working, key=lambda name: medians[name])
+
+
+def _medians(times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]) -> dict[str, float]:
     torch.cuda.synchronize()
-    return min(working, key=lambda name: statistics.median(start.elapsed_time(end) for start, end in times[name]))
+    return {name: statistics.median(start.elapsed_time(end) for start, end in runs) for name, runs in times.items()}
 
 
 @cache

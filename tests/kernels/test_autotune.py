@@ -7,6 +7,7 @@ import torch
 
 from qtrain.core.errors import UserError
 from qtrain.kernels import autotune
+from qtrain.kernels.autotune import FIRST_ROUNDS, ROUNDS
 
 NAMES = ["triton a", "triton b", "cublas"]
 
@@ -164,11 +165,15 @@ def test_a_candidate_without_enough_memory_is_left_out():
 @pytest.mark.gpu
 def test_takes_the_fastest_that_runs():
     small, large = (torch.randn(size, size, device="cuda") for size in (64, 4096))
+    runs: list[str] = []
 
     def run(name: str) -> torch.Tensor:
+        runs.append(name)
         if name == "broken":
             raise RuntimeError("no room")
         x = large if name == "slow" else small
         return x @ x
 
     assert autotune.choose("mm", (), ["slow", "broken", "fast"], run) == "fast"
+    # Each once before it is timed; what is much slower is not timed to the end.
+    assert [runs.count(name) for name in ("slow", "broken", "fast")] == [1 + FIRST_ROUNDS, 1, 1 + ROUNDS]

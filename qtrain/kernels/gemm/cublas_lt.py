@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_ALGORITHMS = 4
+MOST_ALGORITHMS = 16
 """Of those that the library's heuristic offers, the best first."""
 WORKSPACE_BYTES = 2**25
 """What NVIDIA advises for Hopper, and PyTorch gives."""
