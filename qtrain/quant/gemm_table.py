@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.gemm import cublas_lt
 from qtrain.kernels.gemm.add_scaled_mm import add_scaled_mm
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
+from qtrain.kernels.gemm.cublas_lt import cublas_lt
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.low_rank_mm import low_rank_mm, plain_low_rank_mm
 from qtrain.kernels.gemm.persistent import transpose_8bit
@@ -172,7 +172,7 @@ def adds_product(a: OperandFormat | None, b: OperandFormat | None, *, fast_accum
     if a is None or b is None or products_of(a, b).dense is not _scaled:
         return False
     # Where FP8's sums are promoted to fp32 only cuBLAS is as fast as its product and a sum.
-    return fast_accum or a.fmt == "int8" or cublas_lt.library() is not None
+    return fast_accum or a.fmt == "int8" or cublas_lt() is not None
 
 
 def add_product(total: Tensor, a: QuantizedTensor, b: QuantizedTensor, *, fast_accum: bool = True) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -38,7 +38,7 @@ def add_scaled_mm_names(total: Tensor, a: Tensor, b: Tensor, fast_accum: bool) -
     # Rows are addressed by TMA descriptors.
     if not (supported and total.dtype == torch.bfloat16 and a.shape[1] % 16 == total.shape[1] % 8 == 0):
         return [TWO_PASSES]
-    cublas = [*CUBLAS] if a.dtype != torch.int8 and len(b) % 16 == 0 and library() is not None else []
+    cublas = [*CUBLAS] if a.dtype != torch.int8 and len(b) % 16 == 0 and cublas_lt() is not None else []
     own = [*SCALED_TILINGS] if supports_scaled_wgmma(a, b, total.dtype, fast_accum) else []
     return [*cublas, *own, *TILINGS, TWO_PASSES]
 

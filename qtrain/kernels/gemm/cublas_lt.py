@@ -10,7 +10,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ MOST_ALGORITHMS = 16
 """Of those that the library's heuristic offers, the best first."""
 WORKSPACE_BYTES = 2**25
 """What NVIDIA advises for Hopper, and PyTorch gives."""
+ALIGNMENT, LEAST_ALIGNMENT = 256, 16
+"""Bytes of addresses: those of whole tensors, of which the library has the most algorithms, and of parts of tensors."""
 
 # cudaDataType_t.
 _TYPES = {torch.bfloat16: 14, torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -28,7 +30,7 @@ _FLOAT, _COMPUTE_FLOAT = 0, 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST_ACCUM, _MODE_A, _MODE_B = 3, 7, 8, 17, 18, 25, 31, 32
 _ROWS = 3  # cublasLtMatmulMatrixScale_t: a scale for each row
 _ADD_BIAS = 4  # cublasLtEpilogue_t
-_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
+_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t: of A, B, C and D
 
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
 _ALIGNED = c_void_p(256)
@@ -47,7 +49,7 @@ class _Found(ctypes.Structure):
 
 
 @functools.cache
-def library() -> Any:
+def cublas_lt() -> Any:
     """libcublasLt as torch has loaded it, or None."""
     if torch.version.cuda is None:
         return None
@@ -71,7 +73,7 @@ def _created(function: Callable[..., int], *arguments: Any) -> c_void_p:
     return made
 
 
-class Plan:
+class ProductPlan:
     """A product of one shape: its description, and the algorithms for it.
 
     The library's matrices are column-major: out [M, N] is one of N x M, B [N, K] one of K x N that is transposed, and
@@ -79,10 +81,12 @@ class Plan:
     """
 
     def __init__(
-        self, handle: int, m: int, n: int, k: int, types: tuple[torch.dtype, ...], rows: bool, fast: bool, bias: bool
-    ):
-        """types: of A, B and out. rows: whether there is a scale for each row. bias: whether one of out's is added."""
-        lt, (of_a, of_b, of_out) = library(), (_TYPES[t] for t in types)
+        self, handle: int, m: int, n: int, k: int, types: tuple[torch.dtype, ...], rows: bool, fast: bool, bias: bool,
+        alignment: int,
+    ):  # fmt: skip
+        """types: of A, B and out. rows: whether there is a scale for each row. bias: whether one of out's is added.
+        alignment: bytes of the addresses of A, B and out."""
+        lt, (of_a, of_b, of_out) = cublas_lt(), (_TYPES[t] for t in types)
         self.description = _created(lt.cublasLtMatmulDescCreate, _COMPUTE_FLOAT, _FLOAT)
         attributes = {_TRANSPOSE_A: c_int(1), _FAST_ACCUM: c_int8(fast), _SCALE_A: _ALIGNED, _SCALE_B: _ALIGNED}
         if rows:
@@ -95,8 +99,11 @@ class Plan:
         self.b = _created(layout, of_b, c_uint64(k), c_uint64(n), c_int64(k))
         self.a = _created(layout, of_a, c_uint64(k), c_uint64(m), c_int64(k))
         self.out = _created(layout, of_out, c_uint64(n), c_uint64(m), c_int64(n))
-        preference, size, count = _created(lt.cublasLtMatmulPreferenceCreate), c_size_t(WORKSPACE_BYTES), c_int()
-        _call(lt.cublasLtMatmulPreferenceSetAttribute, preference, _WORKSPACE, byref(size), c_size_t(8))
+        preference, count = _created(lt.cublasLtMatmulPreferenceCreate), c_int()
+        preferences = {_WORKSPACE: c_size_t(WORKSPACE_BYTES), **dict.fromkeys(_ALIGNMENTS, c_uint32(alignment))}
+        for which, value in preferences.items():
+            size = c_size_t(ctypes.sizeof(value))
+            _call(lt.cublasLtMatmulPreferenceSetAttribute, preference, which, byref(value), size)
         found = (_Found * MOST_ALGORITHMS)()
         _call(
             lt.cublasLtMatmulAlgoGetHeuristic, c_void_p(handle), self.description, self.b, self.a, self.out, self.out,
@@ -107,12 +114,12 @@ class Plan:
     def set(self, attribute: int, value: Any) -> None:
         """Of the description. value: a ctypes object."""
         size = c_size_t(ctypes.sizeof(value))
-        _call(library().cublasLtMatmulDescSetAttribute, self.description, attribute, byref(value), size)
+        _call(cublas_lt().cublasLtMatmulDescSetAttribute, self.description, attribute, byref(value), size)
 
 
 @functools.cache
-def _plan(*arguments: Any) -> Plan:
-    return Plan(*arguments)
+def _plan(*arguments: Any) -> ProductPlan:
+    return ProductPlan(*arguments)
 
 
 def fp8_mm(
@@ -130,7 +137,8 @@ def fp8_mm(
     """out [M, N] = (A [M, K] · B [N, K]ᵀ) * scale_a * scale_b + bias; with `add` this is added to out.
 
     A, B FP8, K-major; fp32 scales, [M] and [N], or [1] both; out bf16 or fp32, contiguous, rows at multiples of 16
-    bytes; bias [N] of out's dtype. algorithm: below MOST_ALGORITHMS, the library's first choice is 0.
+    bytes; bias [N] of out's dtype. algorithm: below MOST_ALGORITHMS, the library's first choice is 0, which is taken
+    where an address is no multiple of ALIGNMENT.
 
     RuntimeError where the library takes no such product, or has fewer algorithms for it."""
     if bias is not None and bias.dtype != out.dtype:
@@ -139,7 +147,11 @@ def fp8_mm(
     if rows:
         scale_a, scale_b = scale_a.expand(m).contiguous(), scale_b.expand(n).contiguous()
     handle, stream = torch.cuda.current_blas_handle(), torch.cuda.current_stream(a.device).cuda_stream
-    plan = _plan(handle, m, n, k, (a.dtype, b.dtype, out.dtype), rows, fast_accum, bias is not None)
+    if any(t.data_ptr() % ALIGNMENT for t in (a, b, out)):  # an algorithm may be chosen that is not for these addresses
+        algorithm, alignment = 0, LEAST_ALIGNMENT
+    else:
+        alignment = ALIGNMENT
+    plan = _plan(handle, m, n, k, (a.dtype, b.dtype, out.dtype), rows, fast_accum, bias is not None, alignment)
     if algorithm >= len(plan.algorithms):
         raise RuntimeError(f"cuBLASLt has {len(plan.algorithms)} algorithms for this product")
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
@@ -150,7 +162,7 @@ def fp8_mm(
             plan.set(_BIAS, c_void_p(bias.data_ptr()))
         of_b, of_a, of_out, of_workspace = (c_void_p(t.data_ptr()) for t in (b, a, out, workspace))
         _call(
-            library().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), of_b, plan.b, of_a, plan.a,
+            cublas_lt().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), of_b, plan.b, of_a, plan.a,
             byref(_ONE if add else _ZERO), of_out, plan.out, of_out, plan.out,
             byref(plan.algorithms[algorithm].algorithm), of_workspace, c_size_t(WORKSPACE_BYTES), c_void_p(stream),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.scaled_wgmma import SCALED_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
@@ -141,7 +141,7 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
     if int8 and m > 16 and k % 8 == 0 and n % 8 == 0:
         names.append("cublas")
     if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
-        names += ["cublas", *([] if library() is None else CUBLAS)]
+        names += ["cublas", *([] if cublas_lt() is None else CUBLAS)]
     return names
 
 

@@ -65,7 +65,7 @@ def test_empty(m, n, k):
 
 def test_what_the_kernels_cannot_take_has_two_passes(monkeypatch):
     monkeypatch.setattr(module, "has_fp8", lambda device: True)
-    monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(module, "cublas_lt", lambda: None)
 
     def names(n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:
         a, b = torch.zeros(8, k, dtype=E4M3), torch.zeros(n, k, dtype=E4M3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, fp8_mm, library
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
 from tests.kernels.gemm.test_add_scaled_mm import total_of
 from tests.kernels.gemm.test_scaled_mm import DTYPES, operands, truth
 
@@ -11,7 +11,7 @@ FP8 = DTYPES[1:]
 
 
 def test_there_is_none_without_cuda():
-    assert torch.version.cuda is not None or library() is None
+    assert torch.version.cuda is not None or cublas_lt() is None
 
 
 @pytest.mark.gpu
@@ -33,6 +33,18 @@ def test_against_fp64(dtypes, fast_accum, algorithm):
             expected = product + added
             allowed = 2**-8 * expected.abs() + 2**-9 * (size + torch.as_tensor(added, device="cuda").abs())
             assert ((out.double() - expected).abs() <= allowed).all(), (m, n, k, options.keys())
+
+
+@pytest.mark.gpu
+def test_parts_of_tensors():
+    """At addresses that are multiples of 16 bytes alone; an algorithm that was chosen for whole tensors is no error."""
+    a, b, *scales = operands(512, 256, 384, FP8[0], tensorwise=True, device="cuda")
+    whole, out = torch.zeros(512 * 384 + 16, device="cuda", dtype=a.dtype), torch.zeros(513, 256, device="cuda")
+    part = whole[16:].view(512, 384).copy_(a)
+    product, size = truth(a, b, *scales)
+    for algorithm in (0, MOST_ALGORITHMS - 1):
+        found = fp8_mm(part, b, *scales, out.bfloat16()[1:], algorithm=algorithm)
+        assert ((found.double() - product).abs() <= 2**-8 * product.abs() + 2**-9 * size).all()
 
 
 @pytest.mark.gpu
