@@ -40,7 +40,7 @@ def add_scaled_mm_names(total: Tensor, a: Tensor, b: Tensor, fast_accum: bool) -
         return [TWO_PASSES]
     cublas = [*CUBLAS] if a.dtype != torch.int8 and len(b) % 16 == 0 and cublas_lt() is not None else []
     own = [*SCALED_TILINGS] if supports_scaled_wgmma(a, b, total.dtype, fast_accum) else []
-    return [*cublas, *own, *TILINGS, TWO_PASSES]
+    return [*own, *TILINGS, *cublas, TWO_PASSES]  # the first must run: cuBLASLt lacks scales of rows on some GPUs
 
 
 @operator("add_scaled_mm", fake=lambda: None, mutates_args={"total"})

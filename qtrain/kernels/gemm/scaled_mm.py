@@ -195,10 +195,16 @@ def _scaled_mm_cublas(
             scale = scale_a[part] if scale_a.numel() > 1 else scale_a
             out[part] = scaled_mm_ref(a[part], b, scale, scale_b, out_dtype, bias)
         return out
+    bias = _bias_in(out_dtype, bias)
     # cuBLAS: [M, 1] and [1, N], or two scalars.
     if scale_a.numel() > 1 or scale_b.numel() > 1:  # both one a row, or both one for all
         scale_a, scale_b = scale_a.expand(m).contiguous()[:, None], scale_b.expand(n).contiguous()[None, :]
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def _bias_in(dtype: torch.dtype, bias: Tensor | None) -> Tensor | None:
+    """cuBLAS adds one of the output's dtype."""
+    return None if bias is None else bias.to(dtype)
 
 
 @operator("scaled_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
@@ -231,8 +237,8 @@ def scaled_mm(
             return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
         if name in CUBLAS:
-            algorithm = CUBLAS[name]
-            return fp8_mm(a, b, scale_a, scale_b, out, algorithm=algorithm, bias=bias, fast_accum=fast_accum)
+            added, algorithm = _bias_in(out_dtype, bias), CUBLAS[name]
+            return fp8_mm(a, b, scale_a, scale_b, out, algorithm=algorithm, bias=added, fast_accum=fast_accum)
         if name in SCALED_TILINGS:
             return launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], bias=bias)
         return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast_accum)

@@ -257,6 +257,18 @@ def test_operator_takes_every_shape(family, dtypes, m, n, k, monkeypatch):
     assert ((out.cpu().double() - expected).abs() <= 2**-8 * expected.abs() + 2**-12 * size).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cublas", "cublas 1"])
+def test_a_library_takes_a_bias_in_fp32(name, monkeypatch):
+    """As a master weight's; a name is chosen by shapes alone."""
+    monkeypatch.setattr(module, "choose", lambda op, key, names, run: name)
+    codes = operands(304, 528, 272, DTYPES[1], tensorwise=True, device="cuda")
+    bias = torch.randn(528, device="cuda")
+    expected, size = truth(*codes)
+    error = (scaled_mm(*codes, torch.bfloat16, bias).double() - (expected + bias.double())).abs()
+    assert (error <= 2**-8 * (expected.abs() + 2 * bias.abs()) + 2**-9 * size).all()
+
+
 def test_rows_that_tma_cannot_take_end_in_zeros():
     for dtype in (torch.int8, E4M3, E5M2):
         x = codes(3, 21, dtype, 0)
