@@ -110,6 +110,8 @@ class ProductPlan:
             preference, MOST_ALGORITHMS, found, byref(count),
         )  # fmt: skip
         self.algorithms = [found[i] for i in range(count.value) if found[i].state == 0]
+        if not self.algorithms:
+            raise RuntimeError("cuBLASLt has no algorithm for this product")
 
     def set(self, attribute: int, value: Any) -> None:
         """Of the description. value: a ctypes object."""
@@ -138,22 +140,19 @@ def fp8_mm(
 
     A, B FP8, K-major; fp32 scales, [M] and [N], or [1] both; out bf16 or fp32, contiguous, rows at multiples of 16
     bytes; bias [N] of out's dtype. algorithm: below MOST_ALGORITHMS, the library's first choice is 0, which is taken
-    where an address is no multiple of ALIGNMENT.
+    where it has fewer, or an address is no multiple of ALIGNMENT: an algorithm is chosen by sizes alone.
 
-    RuntimeError where the library takes no such product, or has fewer algorithms for it."""
+    RuntimeError where the library takes no such product."""
     if bias is not None and bias.dtype != out.dtype:
         raise RuntimeError(f"cuBLASLt adds a bias of {out.dtype} to it, not of {bias.dtype}")
     (m, k), n, rows = a.shape, b.shape[0], scale_a.numel() > 1 or scale_b.numel() > 1
     if rows:
         scale_a, scale_b = scale_a.expand(m).contiguous(), scale_b.expand(n).contiguous()
     handle, stream = torch.cuda.current_blas_handle(), torch.cuda.current_stream(a.device).cuda_stream
-    if any(t.data_ptr() % ALIGNMENT for t in (a, b, out)):  # an algorithm may be chosen that is not for these addresses
-        algorithm, alignment = 0, LEAST_ALIGNMENT
-    else:
-        alignment = ALIGNMENT
+    whole = not any(t.data_ptr() % ALIGNMENT for t in (a, b, out))
+    alignment = ALIGNMENT if whole else LEAST_ALIGNMENT
     plan = _plan(handle, m, n, k, (a.dtype, b.dtype, out.dtype), rows, fast_accum, bias is not None, alignment)
-    if algorithm >= len(plan.algorithms):
-        raise RuntimeError(f"cuBLASLt has {len(plan.algorithms)} algorithms for this product")
+    chosen = plan.algorithms[algorithm if whole and algorithm < len(plan.algorithms) else 0]
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
     with _lock:
         plan.set(_SCALE_A, c_void_p(scale_b.data_ptr()))
@@ -164,6 +163,6 @@ def fp8_mm(
         _call(
             cublas_lt().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), of_b, plan.b, of_a, plan.a,
             byref(_ONE if add else _ZERO), of_out, plan.out, of_out, plan.out,
-            byref(plan.algorithms[algorithm].algorithm), of_workspace, c_size_t(WORKSPACE_BYTES), c_void_p(stream),
+            byref(chosen.algorithm), of_workspace, c_size_t(WORKSPACE_BYTES), c_void_p(stream),
         )  # fmt: skip
     return out
