@@ -10,12 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from qtrain.kernels.compiler import operator
+from qtrain.kernels.compiler import add_cache_tag, operator
 
 _COLLECTIVES: set[str] = set()
 """Custom ops that meet other ranks, by name."""
-_KEY = "qtrain: collectives in order"
-"""Part of the key of torch's caches: what was compiled without is not used."""
 
 
 def collective(name: str, fake: Callable) -> Callable:
@@ -44,5 +42,4 @@ def _keep_order() -> None:
     inductor.comms.contains_collective = contains_collective
     # Without gradients it moves operations to where their results are read, before it orders collectives.
     inductor.config.reorder_for_locality = False
-    caches = torch.compiler.config
-    caches.cache_key_tag = "; ".join(filter(None, [caches.cache_key_tag, _KEY]))
+    add_cache_tag("qtrain: collectives in order")  # what was compiled without is not used

@@ -61,7 +61,17 @@ except ImportError:
 on_trace: Callable[[Callable[..., object], tuple[object, ...]], None] | None = None
 """Is given the function of each custom op that is traced, and the arguments; None: nothing looks at them."""
 
-__all__ = ["TensorDescriptor", "cached_per_device", "gl", "gluon", "hopper", "operator", "tl", "triton"]
+__all__ = [
+    "TensorDescriptor",
+    "add_cache_tag",
+    "cached_per_device",
+    "gl",
+    "gluon",
+    "hopper",
+    "operator",
+    "tl",
+    "triton",
+]
 
 
 def cached_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
@@ -74,6 +84,14 @@ def cached_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch
             return make(device)
 
     return made
+
+
+def add_cache_tag(tag: str) -> None:
+    """Keep what torch.compile caches from now on apart from what it has cached without this tag, beside any others,
+    which the user may have set."""
+    config = torch.compiler.config
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
 
 
 def operator(name: str, fake: Callable, mutates_args: Iterable[str] = ()) -> Callable:

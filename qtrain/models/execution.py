@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from qtrain.kernels.autotune import kernels_checksum
+from qtrain.kernels.compiler import add_cache_tag
 from qtrain.models.hf.impl import HfModel
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.recompute import as_8bit, as_kinds
@@ -37,6 +36,4 @@ def tag_compile_caches() -> None:
 
     They key a custom op by its name: code that was compiled for the arguments of an older op would run with this one.
     """
-    config, tag = torch.compiler.config, f"qtrain {kernels_checksum():08x}"
-    if tag not in config.cache_key_tag:  # which the user may have set too
-        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
+    add_cache_tag(f"qtrain {kernels_checksum():08x}")

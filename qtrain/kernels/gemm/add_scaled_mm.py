@@ -12,7 +12,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
+from qtrain.kernels.gemm.cublas_lt import ALGORITHMS, algorithm_names, fp8_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k, scales_rows
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -23,7 +23,6 @@ _LARGE = [Tiling(128, 256, 128, 8, 4, subtiles=4), Tiling(256, 128, 128, 8, 4, s
 _TWO = Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
 _SMALL = Tiling(64, 128, 128, 4, 4, subtiles=2, per_sm=2)
 TILINGS = by_name(*_LARGE, _TWO, _SMALL)
-CUBLAS = {f"cublas {i}": i for i in range(MOST_ALGORITHMS)}
 TWO_PASSES = "two passes"
 
 
@@ -38,7 +37,7 @@ def add_scaled_mm_names(total: Tensor, a: Tensor, b: Tensor, fast_accum: bool) -
     # Rows are addressed by TMA descriptors.
     if not (supported and total.dtype == torch.bfloat16 and a.shape[1] % 16 == total.shape[1] % 8 == 0):
         return [TWO_PASSES]
-    cublas = [*CUBLAS] if a.dtype != torch.int8 and len(b) % 16 == 0 and cublas_lt() is not None else []
+    cublas = algorithm_names() if a.dtype != torch.int8 and len(b) % 16 == 0 else []
     own = [*SCALED_TILINGS] if supports_scaled_wgmma(a, b, total.dtype, fast_accum) else []
     return [*own, *TILINGS, *cublas, TWO_PASSES]  # the first must run: cuBLASLt lacks scales of rows on some GPUs
 
@@ -57,8 +56,8 @@ def add_scaled_mm(
     def run(name: str, out: Tensor) -> None:
         if name == TWO_PASSES:
             out += scaled_mm(a, b, scale_a, scale_b, out.dtype, None, fast_accum)
-        elif name in CUBLAS:
-            fp8_mm(a, b, scale_a, scale_b, out, algorithm=CUBLAS[name], fast_accum=fast_accum, add=True)
+        elif name in ALGORITHMS:
+            fp8_mm(a, b, scale_a, scale_b, out, algorithm=ALGORITHMS[name], fast_accum=fast_accum, add=True)
         elif name in SCALED_TILINGS:
             launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], add=True)
         else:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 MOST_ALGORITHMS = 16
 """Of those that the library's heuristic offers, the best first."""
+ALGORITHMS = {f"cublas {i}": i for i in range(MOST_ALGORITHMS)}
+"""By the names that they have as the autotuner's candidates."""
 WORKSPACE_BYTES = 2**25
 """What NVIDIA advises for Hopper, and PyTorch gives."""
 ALIGNMENT, LEAST_ALIGNMENT = 256, 16
@@ -57,6 +59,11 @@ def cublas_lt() -> Any:
         return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:  # not by that name: another platform
         return None
+
+
+def algorithm_names() -> list[str]:
+    """Those of ALGORITHMS; none where there is no library."""
+    return [] if cublas_lt() is None else [*ALGORITHMS]
 
 
 def _call(function: Callable[..., int], *arguments: Any) -> None:

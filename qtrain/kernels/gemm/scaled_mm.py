@@ -24,7 +24,7 @@ from torch import Tensor
 from qtrain.core.hardware.capabilities import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import operator, triton
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
+from qtrain.kernels.gemm.cublas_lt import ALGORITHMS, algorithm_names, fp8_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, aligned_rows, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, by_name, k_major, launch_persistent_mm, padded_k
 from qtrain.kernels.gemm.scaled_wgmma import SCALED_TILINGS, launch_scaled_wgmma, supports_scaled_wgmma
@@ -122,8 +122,6 @@ _LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
 _SPLIT = {tiling: replace(tiling, split=True) for tiling in (_TWO, _TWO_WIDE, *_LARGE)}
 TILINGS = by_name(_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_GROUPED, *_SPLIT.values())
-CUBLAS = {f"cublas {i}": i for i in range(1, MOST_ALGORITHMS)}
-"""cuBLASLt's algorithms besides the first, which is "cublas"."""
 IDLE = 0.3
 """Share of idle CTAs over all waves from which a split last wave is the better guess."""
 
@@ -141,7 +139,7 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
     if int8 and m > 16 and k % 8 == 0 and n % 8 == 0:
         names.append("cublas")
     if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
-        names += ["cublas", *([] if cublas_lt() is None else CUBLAS)]
+        names += ["cublas", *algorithm_names()[1:]]  # the first is what PyTorch runs
     return names
 
 
@@ -236,8 +234,8 @@ def scaled_mm(
         if name == "cublas":
             return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-        if name in CUBLAS:
-            added, algorithm = _bias_in(out_dtype, bias), CUBLAS[name]
+        if name in ALGORITHMS:
+            added, algorithm = _bias_in(out_dtype, bias), ALGORITHMS[name]
             return fp8_mm(a, b, scale_a, scale_b, out, algorithm=algorithm, bias=added, fast_accum=fast_accum)
         if name in SCALED_TILINGS:
             return launch_scaled_wgmma(a, b, scale_a, scale_b, out, SCALED_TILINGS[name], bias=bias)

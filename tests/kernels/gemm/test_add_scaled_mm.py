@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.gemm import add_scaled_mm as module
-from qtrain.kernels.gemm.add_scaled_mm import CUBLAS, TILINGS, TWO_PASSES, add_scaled_mm, add_scaled_mm_names
+from qtrain.kernels.gemm.add_scaled_mm import TILINGS, TWO_PASSES, add_scaled_mm, add_scaled_mm_names
+from qtrain.kernels.gemm.cublas_lt import ALGORITHMS
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 from qtrain.kernels.gemm.scaled_wgmma import SCALED_TILINGS
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, operands, truth
@@ -65,7 +66,7 @@ def test_empty(m, n, k):
 
 def test_what_the_kernels_cannot_take_has_two_passes(monkeypatch):
     monkeypatch.setattr(module, "has_fp8", lambda device: True)
-    monkeypatch.setattr(module, "cublas_lt", lambda: None)
+    monkeypatch.setattr(module, "algorithm_names", list)
 
     def names(n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:
         a, b = torch.zeros(8, k, dtype=E4M3), torch.zeros(n, k, dtype=E4M3)
@@ -90,7 +91,7 @@ def test_kernel_in_the_interpreter(dtypes, m, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", [*CUBLAS, *SCALED_TILINGS, *TILINGS, TWO_PASSES])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *SCALED_TILINGS, *TILINGS, TWO_PASSES])
 @pytest.mark.parametrize("tensorwise", [False, True])
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_every_implementation(dtypes, name, tensorwise, fast_accum, monkeypatch):
@@ -105,7 +106,7 @@ def test_every_implementation(dtypes, name, tensorwise, fast_accum, monkeypatch)
         try:
             add_scaled_mm(out, *codes, fast_accum)
         except RuntimeError as error:  # scales of rows, which cuBLASLt does not have on every GPU
-            assert name in CUBLAS and not tensorwise and "cuBLASLt" in str(error)
+            assert name in ALGORITHMS and not tensorwise and "cuBLASLt" in str(error)
             continue
         # FP8 as in `test_fp8_kernel`.
         check(out, total, codes, 2**-12 if dtypes[0] == torch.int8 else 2**-9, 1 + (name == TWO_PASSES))
@@ -113,7 +114,7 @@ def test_every_implementation(dtypes, name, tensorwise, fast_accum, monkeypatch)
         add_scaled_mm(again, *codes, fast_accum)
         assert torch.equal(again, out)
         ran += 1
-    assert ran or name in SCALED_TILINGS or (name in CUBLAS and (dtypes[0] == torch.int8 or not tensorwise))
+    assert ran or name in SCALED_TILINGS or (name in ALGORITHMS and (dtypes[0] == torch.int8 or not tensorwise))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, cublas_lt, fp8_mm
+from qtrain.kernels.gemm.cublas_lt import MOST_ALGORITHMS, algorithm_names, cublas_lt, fp8_mm
 from tests.kernels.gemm.test_add_scaled_mm import total_of
 from tests.kernels.gemm.test_scaled_mm import DTYPES, operands, truth
 
@@ -11,7 +11,7 @@ FP8 = DTYPES[1:]
 
 
 def test_there_is_none_without_cuda():
-    assert torch.version.cuda is not None or cublas_lt() is None
+    assert torch.version.cuda is not None or (cublas_lt() is None and algorithm_names() == [])
 
 
 @pytest.mark.gpu
