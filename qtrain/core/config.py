@@ -196,7 +196,8 @@ _OTHERS = ("tyro", "wandb")
 
 @functools.cache  # git takes as long as all else that a run writes at its start
 def versions() -> Mapping[str, str | None]:
-    """Versions of the packages that a run uses, and the git hash of this code (None outside a checkout)."""
+    """Versions of the packages that a run uses, and of this code its git hash (None outside a checkout) and the
+    `source_digest`, as they are when this is first called."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*_COMPUTING, *_OTHERS):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -206,7 +207,7 @@ def versions() -> Mapping[str, str | None]:
         found["git"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         found["git"] = None
-    return found
+    return {**found, "source": source_digest()}
 
 
 def _fields(cls: type) -> list[dataclasses.Field]:

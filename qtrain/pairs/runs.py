@@ -20,7 +20,6 @@ from typing import Any
 from qtrain.bench.arguments import split_list
 from qtrain.bench.training_cell import child_environment
 from qtrain.core.checks import read_json
-from qtrain.core.config import source_digest
 from qtrain.pairs.results import RunResult, averaged, digest, shared_recipe, with_error
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.state.checkpoint_files import newest_complete
@@ -92,7 +91,7 @@ class PairedRun:
                 data=self.data,
                 device=device,
                 versions=config["_versions"],
-                source=source_digest(),
+                source=config["_versions"]["source"],  # what ran, not what lies there now
                 finished=datetime.fromtimestamp(max(times, default=0), UTC).isoformat(timespec="seconds"),
                 tokens=max((record.get("tokens") or 0 for record in records), default=0),
                 tok_s=round(statistics.median(speeds)) if speeds else None,

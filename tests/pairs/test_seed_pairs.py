@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qtrain.core.config import source_digest
 from qtrain.core.errors import UserError
 from qtrain.pairs import runs as pair_runs
 from qtrain.pairs.seed_pairs import main
@@ -66,6 +67,7 @@ def test_runs_are_made_once_and_compared_in_pairs(trained, capsys):
     for record in records.values():
         assert [step for step, _ in record["eval_loss"]] == [0, 2, 4] and record["tokens"] == 4 * 2 * 32
         assert len(record["train_loss"]) == 4 and record["versions"]["torch"] and record["finished"] > "2020"
+        assert record["source"] == record["versions"]["source"] == source_digest()
     ends = {key: record["eval_loss"][-1][1] for key, record in records.items()}
     assert len(set(ends.values())) == 8, "a variant's settings did not reach its run"
     differences = [ends["int8", seed] - ends["bf16", seed] for seed in (7, 8)]

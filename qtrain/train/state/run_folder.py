@@ -21,7 +21,7 @@ from typing import Any
 
 from qtrain import __version__
 from qtrain.core.checks import shown, user_path
-from qtrain.core.config import as_dict, source_digest, versions, write_config
+from qtrain.core.config import as_dict, versions, write_config
 from qtrain.core.errors import UserError
 from qtrain.core.process import command_line
 from qtrain.core.reading import refuse_other
@@ -158,8 +158,9 @@ def that_run_had(changed: Mapping[str, tuple[Any, Any]], names: Collection[str] 
 
 def result_versions() -> dict[str, str]:
     """Versions of what computes a run's results, this package's source among them."""
-    others = {name: version for name, version in versions().items() if version and name not in ("git", "tyro", "wandb")}
-    return {"qtrain": f"{__version__} (source {source_digest()})", **others}
+    found = versions()
+    others = {name: found[name] for name in found if found[name] and name not in ("source", "git", "tyro", "wandb")}
+    return {"qtrain": f"{__version__} (source {found['source']})", **others}
 
 
 def changed_versions(saved: Any, here: Mapping[str, str]) -> list[str]:

@@ -424,8 +424,9 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused():
 
 def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
     trained_run()
-    monkeypatch.setattr(run_folder, "versions", lambda: {"torch": "9.9", "triton": "3", "wandb": "1", "git": "x"})
-    monkeypatch.setattr(run_folder, "source_digest", lambda: "feedbeef")
+    monkeypatch.setattr(
+        run_folder, "versions", lambda: {"torch": "9.9", "triton": "3", "wandb": "1", "git": "x", "source": "feedbeef"}
+    )
     resumed = new_run(find_run_folder(settings(resume="auto"), "script"))
     capsys.readouterr()
     restore(resumed)
