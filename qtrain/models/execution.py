@@ -5,6 +5,7 @@ from typing import Any
 
 from qtrain.kernels.autotune import kernels_checksum
 from qtrain.kernels.compiler import add_cache_tag
+from qtrain.kernels.gemm.compiled_mm import choose_compiled_products
 from qtrain.models.hf.impl import HfModel
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.recompute import as_8bit, as_kinds
@@ -26,6 +27,7 @@ def compile_layers(model: Decoder | HfModel) -> None:
     compiled as a whole in 65 s, at the same steady speed.
     """
     tag_compile_caches()
+    choose_compiled_products()
     allow_kinds_of(model.layers)
     for layer in model.layers:
         layer.compile(fullgraph=model.fullgraph)

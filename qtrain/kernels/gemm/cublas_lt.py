@@ -1,5 +1,5 @@
-"""FP8 products by cuBLASLt, called for what `torch._scaled_mm` does not offer: any of the algorithms that the library
-proposes, not the first alone, and a product that is added to what is in memory.
+"""FP8 and bf16 products by cuBLASLt, called for what PyTorch does not offer: any of the algorithms that the library
+proposes, not the first alone, and an FP8 product that is added to what is in memory.
 
 The library is the one that torch has loaded, its handle torch's (a cuBLAS handle holds one of cuBLASLt). The calls,
 enumerations and structures are those of cublasLt.h, which have been the same since CUDA 11.8:
@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ ALIGNMENT, LEAST_ALIGNMENT = 256, 16
 _TYPES = {torch.bfloat16: 14, torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FLOAT, _COMPUTE_FLOAT = 0, 68
 # cublasLtMatmulDescAttributes_t.
-_TRANSPOSE_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST_ACCUM, _MODE_A, _MODE_B = 3, 7, 8, 17, 18, 25, 31, 32
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS = 3, 4, 7, 8
+_SCALE_A, _SCALE_B, _FAST_ACCUM, _MODE_A, _MODE_B = 17, 18, 25, 31, 32
 _ROWS = 3  # cublasLtMatmulMatrixScale_t: a scale for each row
 _ADD_BIAS = 4  # cublasLtEpilogue_t
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t: of A, B, C and D
@@ -80,32 +81,41 @@ def _created(function: Callable[..., int], *arguments: Any) -> c_void_p:
     return made
 
 
+class MatrixLayout(NamedTuple):
+    """How an operand [rows, K], or an output [M, N], is in memory."""
+
+    dtype: torch.dtype
+    by_rows: bool
+    """Whether neighbors in a row are neighbors in memory; else those in a column are."""
+    stride: int
+    """Elements from one row, or column, to the next."""
+
+
 class ProductPlan:
     """A product of one shape: its description, and the algorithms for it.
 
-    The library's matrices are column-major: out [M, N] is one of N x M, B [N, K] one of K x N that is transposed, and
-    A [M, K] one of K x M. So its first operand is B.
+    The library's matrices are column-major: out [M, N] is one of N x M, B [N, K] by rows is one of K x N that is
+    transposed, and A [M, K] by rows one of K x M. So its first operand is B.
     """
 
     def __init__(
-        self, handle: int, m: int, n: int, k: int, types: tuple[torch.dtype, ...], rows: bool, fast: bool, bias: bool,
-        alignment: int,
+        self, handle: int, sizes: tuple[int, int, int], a: MatrixLayout, b: MatrixLayout, out: MatrixLayout,
+        scales: str, fast: bool, bias: bool, alignment: int,
     ):  # fmt: skip
-        """types: of A, B and out. rows: whether there is a scale for each row. bias: whether one of out's is added.
-        alignment: bytes of the addresses of A, B and out."""
-        lt, (of_a, of_b, of_out) = cublas_lt(), (_TYPES[t] for t in types)
+        """sizes: (m, n, k). scales: "" none, "tensorwise", or "rowwise" one for each row. fast: FP8's accumulation.
+        bias: whether one of out's dtype is added. alignment: bytes of the addresses of A, B and out."""
+        lt, (m, n, k) = cublas_lt(), sizes
         self.description = _created(lt.cublasLtMatmulDescCreate, _COMPUTE_FLOAT, _FLOAT)
-        attributes = {_TRANSPOSE_A: c_int(1), _FAST_ACCUM: c_int8(fast), _SCALE_A: _ALIGNED, _SCALE_B: _ALIGNED}
-        if rows:
+        attributes: dict[int, Any] = {_TRANSPOSE_A: c_int(b.by_rows), _TRANSPOSE_B: c_int(not a.by_rows)}
+        if scales:
+            attributes |= {_FAST_ACCUM: c_int8(fast), _SCALE_A: _ALIGNED, _SCALE_B: _ALIGNED}
+        if scales == "rowwise":
             attributes |= {_MODE_A: c_int(_ROWS), _MODE_B: c_int(_ROWS)}
         if bias:
             attributes |= {_EPILOGUE: c_int(_ADD_BIAS), _BIAS: _ALIGNED}
         for attribute, value in attributes.items():
             self.set(attribute, value)
-        layout = lt.cublasLtMatrixLayoutCreate
-        self.b = _created(layout, of_b, c_uint64(k), c_uint64(n), c_int64(k))
-        self.a = _created(layout, of_a, c_uint64(k), c_uint64(m), c_int64(k))
-        self.out = _created(layout, of_out, c_uint64(n), c_uint64(m), c_int64(n))
+        self.a, self.b, self.out = _matrix(a, m, k), _matrix(b, n, k), _matrix(out, m, n)
         preference, count = _created(lt.cublasLtMatmulPreferenceCreate), c_int()
         preferences = {_WORKSPACE: c_size_t(WORKSPACE_BYTES), **dict.fromkeys(_ALIGNMENTS, c_uint32(alignment))}
         for which, value in preferences.items():
@@ -124,6 +134,13 @@ class ProductPlan:
         """Of the description. value: a ctypes object."""
         size = c_size_t(ctypes.sizeof(value))
         _call(cublas_lt().cublasLtMatmulDescSetAttribute, self.description, attribute, byref(value), size)
+
+
+def _matrix(layout: MatrixLayout, rows: int, columns: int) -> c_void_p:
+    """The library's, of a matrix [rows, columns]."""
+    high, wide = (columns, rows) if layout.by_rows else (rows, columns)
+    of, stride = _TYPES[layout.dtype], c_int64(layout.stride)
+    return _created(cublas_lt().cublasLtMatrixLayoutCreate, of, c_uint64(high), c_uint64(wide), stride)
 
 
 @functools.cache
@@ -150,22 +167,65 @@ def fp8_mm(
     where it has fewer, or an address is no multiple of ALIGNMENT: an algorithm is chosen by sizes alone.
 
     RuntimeError where the library takes no such product."""
-    if bias is not None and bias.dtype != out.dtype:
-        raise RuntimeError(f"cuBLASLt adds a bias of {out.dtype} to it, not of {bias.dtype}")
-    (m, k), n, rows = a.shape, b.shape[0], scale_a.numel() > 1 or scale_b.numel() > 1
+    m, n, rows = len(a), len(b), scale_a.numel() > 1 or scale_b.numel() > 1
     if rows:
         scale_a, scale_b = scale_a.expand(m).contiguous(), scale_b.expand(n).contiguous()
+    pointers = {_SCALE_A: scale_b, _SCALE_B: scale_a}
+    return _multiply(a, b, out, algorithm, bias, pointers, "rowwise" if rows else "tensorwise", fast_accum, add)
+
+
+def takes_plain_mm(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether `plain_mm` takes these operands and this output."""
+    typed = a.dtype == b.dtype == torch.bfloat16 and out.dtype in (torch.bfloat16, torch.float32)
+    if cublas_lt() is None or not (a.is_cuda and typed and a.numel() and b.numel()):
+        return False
+    for t in (a, b, out):
+        layout = _layout_of(t)
+        if layout is None or t.data_ptr() % LEAST_ALIGNMENT or layout.stride * t.itemsize % LEAST_ALIGNMENT:
+            return False
+    return out.stride(1) == 1
+
+
+def plain_mm(
+    a: Tensor, b: Tensor, out: Tensor, *, algorithm: int, bias: Tensor | None = None, add: bool = False
+) -> Tensor:
+    """out [M, N] = A [M, K] · B [N, K]ᵀ + bias; with `add` this is added to out.
+
+    A and B bf16, by rows or by columns, out bf16 or fp32, `takes_plain_mm`; bias [N] of out's dtype; algorithm as for
+    `fp8_mm`."""
+    return _multiply(a, b, out, algorithm, bias, {}, "", False, add)
+
+
+def _layout_of(t: Tensor) -> MatrixLayout | None:
+    """None: neither rows nor columns are contiguous."""
+    (rows, columns), (row, column) = t.shape, t.stride()
+    # Of one row or column the stride is anything.
+    if column == 1 and (row >= columns or rows == 1):
+        return MatrixLayout(t.dtype, True, max(row, columns))
+    if row == 1 and (column >= rows or columns == 1):
+        return MatrixLayout(t.dtype, False, max(column, rows))
+    return None
+
+
+def _multiply(
+    a: Tensor, b: Tensor, out: Tensor, algorithm: int, bias: Tensor | None, pointers: dict[int, Tensor], scales: str,
+    fast: bool, add: bool,
+) -> Tensor:  # fmt: skip
+    """pointers: what the description has the addresses of, but for the bias."""
+    if bias is not None:
+        if bias.dtype != out.dtype:
+            raise RuntimeError(f"cuBLASLt adds a bias of {out.dtype} to it, not of {bias.dtype}")
+        pointers = {**pointers, _BIAS: bias}
     handle, stream = torch.cuda.current_blas_handle(), torch.cuda.current_stream(a.device).cuda_stream
     whole = not any(t.data_ptr() % ALIGNMENT for t in (a, b, out))
+    sizes, layouts = (len(a), len(b), a.shape[1]), [_layout_of(t) for t in (a, b, out)]
     alignment = ALIGNMENT if whole else LEAST_ALIGNMENT
-    plan = _plan(handle, m, n, k, (a.dtype, b.dtype, out.dtype), rows, fast_accum, bias is not None, alignment)
+    plan = _plan(handle, sizes, *layouts, scales, fast, bias is not None, alignment)
     chosen = plan.algorithms[algorithm if whole and algorithm < len(plan.algorithms) else 0]
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
     with _lock:
-        plan.set(_SCALE_A, c_void_p(scale_b.data_ptr()))
-        plan.set(_SCALE_B, c_void_p(scale_a.data_ptr()))
-        if bias is not None:
-            plan.set(_BIAS, c_void_p(bias.data_ptr()))
+        for attribute, pointed in pointers.items():
+            plan.set(attribute, c_void_p(pointed.data_ptr()))
         of_b, of_a, of_out, of_workspace = (c_void_p(t.data_ptr()) for t in (b, a, out, workspace))
         _call(
             cublas_lt().cublasLtMatmul, c_void_p(handle), plan.description, byref(_ONE), of_b, plan.b, of_a, plan.a,

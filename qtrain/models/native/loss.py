@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qtrain.kernels.cross_entropy import cross_entropy
 from qtrain.kernels.elementwise import add_in_order, scaled_sum, sum_in_order
+from qtrain.kernels.gemm.bf16_mm import bf16_mm, bf16_mm_into
 from qtrain.models.native.mlp_chunks import ALIGNMENT
 from qtrain.quant.linear import LowBitLinear
 from qtrain.tensors.softmax_gradient import softmax_gradient
@@ -108,14 +109,14 @@ class _PlainHead(torch.autograd.Function):
 
         def one_chunk(start: int) -> Tensor:  # a function, so that its logits are freed before the next are allocated
             chunk = slice(start, start + rows)
-            logits = hidden[chunk] @ weight.t()  # [t, V]
+            logits = bf16_mm(hidden[chunk], weight.t())  # [t, V]
             with_grad = needs_hidden or needs_weight
             sums = entropy_of(chunk)(logits, labels[chunk], z_loss, with_grad).sum(dim=1)
             if grad_hidden is not None:
                 # [t, V] · [V, C]: the entropy has put the gradient where the logits were.
-                torch.mm(logits, weight, out=grad_hidden[chunk])
+                bf16_mm_into(grad_hidden[chunk], logits, weight)
             if grad_weight is not None:
-                _add_product(grad_weight, logits.t(), hidden[chunk], first=start == 0)
+                bf16_mm_into(grad_weight, logits.t(), hidden[chunk], keep=start > 0)
             return sums
 
         sums = _sum_over_chunks(one_chunk, hidden, rows)
@@ -234,16 +235,3 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         return *_scaled_gradients(ctx, grad_loss), None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a·b, or = if it is the first; total fp32 [N, K], a and b of one dtype."""
-    keep = 0.0 if first else 1.0  # with 0 the total is not read
-    if a.dtype == torch.float32:
-        total.addmm_(a, b, beta=keep)
-    elif total.is_cuda:  # a GEMM with fp32 output
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=keep, out=total)
-    elif first:
-        total.copy_(a @ b)
-    else:
-        total.add_(a @ b)
