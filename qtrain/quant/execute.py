@@ -19,7 +19,12 @@ from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, record_amax
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.operators import quantize_dual_delayed
-from qtrain.kernels.quantize.softmax_grad import quantize_softmax_grad_delayed, supports_softmax_grad
+from qtrain.kernels.quantize.softmax_grad import (
+    has_softmax_codes,
+    quantize_softmax_grad,
+    quantize_softmax_grad_delayed,
+    reads_logits,
+)
 from qtrain.kernels.swiglu.quantize import (
     activation_dots,
     quantize_swiglu,
@@ -39,7 +44,7 @@ from qtrain.quant.tensor_roles import (
     TensorName,
 )
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
-from qtrain.tensors.softmax_gradient import SoftmaxGradient
+from qtrain.tensors.softmax_gradient import SoftmaxGradient, SoftmaxSource
 
 
 class Exchange(Protocol):
@@ -132,6 +137,12 @@ def _quantize_operands(t: Tensor | GatheredRows, request: OperandRequest, sums: 
     if request.delayed is not None and (rows or columns):
         return _delayed_operands(t, request, request.delayed, sums)
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
+    if source := _unread_logits(t, request):
+        codes, scale, codes_t, scale_t = quantize_softmax_grad(
+            source.logits, source.log_total, source.labels, source.z_loss, rows.fmt, rows.granularity,
+            columns.granularity, *rounding, power_of_two,
+        )  # fmt: skip
+        return Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)), None
     if rows and columns and columns.sum_dim == 1:
         # Both layouts from one read of t, where a kernel has it; gathered rows are never in memory then.
         return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups)), None
@@ -145,8 +156,7 @@ def _delayed_operands(
     (rows, columns), rounding = request.formats, request.rounding
     # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
     power_of_two, fmt, amax, total = request.scheme.power_of_two, (rows or columns).fmt, None, None
-    source = t.source if isinstance(t, SoftmaxGradient) else None
-    if source and not source.in_memory and writes_softmax_codes(request.scheme, request.needs, source.logits):
+    if source := _unread_logits(t, request):
         x = t
         codes, codes_t, scale, amax = quantize_softmax_grad_delayed(
             source.logits, source.log_total, source.labels, source.z_loss, fmt, delayed.scale, power_of_two,
@@ -260,16 +270,25 @@ def writes_swiglu_codes(scheme: LowBitScheme, name: TensorName, needs: NeedsOper
 
 def writes_softmax_codes(scheme: LowBitScheme, needs: NeedsOperand, logits: Tensor) -> bool:
     """Whether `quantize_operands` of these logits' `SoftmaxGradient` needs none of its values."""
-    fmt = softmax_codes_format(scheme, needs)
-    return fmt is not None and supports_softmax_grad(logits, fmt)
+    return takes_softmax_codes(scheme, needs) and reads_logits(logits)
 
 
-def softmax_codes_format(scheme: LowBitScheme, needs: NeedsOperand = BOTH) -> str | None:
-    """The format in which a scheme takes the gradient of logits without its values in memory; None: it needs them."""
-    rows, columns = scheme.formats_of("dy", needs)
-    if not scheme.amax_history or rows is None or (needs.columns and columns != rows) or any(scheme.rounds("dy")):
+def takes_softmax_codes(scheme: LowBitScheme, needs: NeedsOperand = BOTH) -> bool:
+    """Whether a scheme takes the gradient of logits without its values in memory."""
+    (rows, columns), delayed = scheme.formats_of("dy", needs), bool(scheme.amax_history)
+    if rows is None or (delayed and any(scheme.rounds("dy"))):
+        return False
+    if columns is None:  # those of rows alone: of a head that is not trained
+        return delayed and not needs.columns and has_softmax_codes(rows.fmt, rows.granularity, rows.granularity, True)
+    one_format = columns.sum_dim == 1 and columns._replace(granularity=rows.granularity) == rows
+    return one_format and has_softmax_codes(rows.fmt, rows.granularity, columns.granularity, delayed)
+
+
+def _unread_logits(t: Tensor | GatheredRows, request: OperandRequest) -> SoftmaxSource | None:
+    """What t's codes are computed from, if it is a gradient of logits that none of the codes need in memory."""
+    if not isinstance(t, SoftmaxGradient) or t.source.in_memory:
         return None
-    return rows.fmt if rows.fmt in ("e4m3", "e5m2") else None
+    return t.source if writes_softmax_codes(request.scheme, request.needs, t.source.logits) else None
 
 
 def rowwise_swiglu(

@@ -71,9 +71,10 @@ from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax, launch_swiglu_delayed_scale
-from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_bf16x2
+from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, GRADIENT_PAIRS, PAIRS, launch_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_dual, launch_gather_rows
 from qtrain.kernels.quantize.keep_8bit import launch_restore_8bit
+from qtrain.kernels.quantize.logit_rows import LogitRows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
@@ -574,6 +575,15 @@ def updates() -> Iterator[Case]:
             )
 
 
+def softmax_grad_codes(fmt: str) -> Iterator[tuple[str, tuple[str, str], Rounding]]:
+    """Under scales of rows and of blocks, of this format and, with the first, of INT8 too."""
+    key = zeros(3, dtype=torch.int64)
+    for fmt_of in (fmt, "int8") if fmt == "e4m3" else (fmt,):
+        for pair in GRADIENT_PAIRS:
+            for rounding in (NEAREST, Rounding(key, 1, False, True), Rounding(key, 1)):
+                yield fmt_of, pair, rounding
+
+
 def softmax_grads() -> Iterator[Case]:
     for fmt in ("e4m3", "e5m2"):
         for m, k in ((256, 512), (48, 1008)):
@@ -584,6 +594,13 @@ def softmax_grads() -> Iterator[Case]:
                 yield (
                     fmt == "e4m3" and columns,
                     lambda x=source, f=fmt, s=scale, a=amax, c=columns: launch_quantize_softmax_grad(*x, f, s, a, c),
+                )
+            for fmt_of, pair, rounding in softmax_grad_codes(fmt):
+                yield (
+                    (fmt_of, pair[0], m) == ("int8", "rowwise", 256),
+                    lambda x=source, f=fmt_of, p=pair, r=rounding: launch_dual_bf16x2(
+                        x[0], f, p[0], r, granularity_t=p[1], logit_rows=LogitRows(*x[1:])
+                    ),
                 )
 
 

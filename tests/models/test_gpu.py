@@ -180,6 +180,30 @@ def test_loss_and_gradients_near_fp64_and_free_of_the_chunk_count(dtype, chunks)
         assert (found.double() - exact).norm() / exact.norm() <= tolerance
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_rowwise", "fp8_blockwise"])
+def test_heads_with_finer_scales_never_write_the_gradient_of_their_logits(name):
+    """Gradients are those with the gradient in memory, but for roundings of an exponential, in two chunks, one of them
+    no multiple of a tile."""
+    torch.manual_seed(0)
+    scheme = SCHEMES.make(name, {}, "--quantize").for_linear(256, 3008, head=True)
+    hidden = torch.randn(1008, 256, device="cuda").bfloat16().requires_grad_()
+    plain = nn.Linear(256, 3008, bias=False, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, 3008, (1008,), device="cuda")
+    labels[::9] = -100
+    found, logits = [], []
+    for in_memory in (False, True):
+        head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64, device="cuda"))
+        head.register_forward_hook(lambda module, args, y: logits.append((y.detach(), y.detach().clone())))
+        if in_memory:
+            head.reads_softmax_gradient = lambda *_: False
+        logits.clear()
+        loss = linear_cross_entropy(hidden, head, labels, 2, 1e-4).loss
+        found.append([loss.detach(), *torch.autograd.grad(loss, [hidden, plain.weight])])
+        assert [torch.equal(y, before) for y, before in logits] == [not in_memory] * 2
+    for one, other in zip(*found, strict=True):
+        assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
+
+
 @pytest.mark.parametrize(("tokens", "frozen"), [(1024, False), (1024, True), (1000, False)])  # 1000: no kernel takes it
 def test_an_fp8_head_with_delayed_scales_never_writes_the_gradient_of_its_logits(tokens, frozen):
     """Loss and gradients in two chunks, ordinary and as a CUDA graph, as with the gradient in memory, and no further

@@ -22,6 +22,7 @@ from qtrain.kernels.numerics.bf16x2 import (
 from qtrain.kernels.numerics.encode import abs_bits
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups, group_of_row
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex, load_rows
+from qtrain.kernels.quantize.logit_rows import TWO_INF, LogitRows, load_logit_rows, softmax_grad_bf16x2
 
 
 def absmax_ref(x: Tensor) -> Tensor:
@@ -86,7 +87,8 @@ def atomic_max_bf16x2(ptr, words, n, bf16x2):
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_bf16x2_kernel(
     # x int32 words of two bf16 [m, k / 2], k a multiple of 8; the rest as above, without the tensor's maximum.
-    x_ptr, index_ptrs, amax_ptrs, group_ptr, m, k, steps,
+    # logit_rows: the `LogitRows` of x, whose gradient's maxima are wanted, or None.
+    x_ptr, index_ptrs, logit_rows, amax_ptrs, group_ptr, m, k, steps,
     PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Maxima of rows and of columns, two neighbors of a row at once."""
@@ -98,7 +100,11 @@ def _absmax_bf16x2_kernel(
     amax = tl.zeros((BLOCK_M, WIDTH), tl.int32)
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        x = load_rows(x_ptr, index_ptrs, rows, columns, words, rows < m, columns < words, PTX)
+        if logit_rows is None:
+            x = load_rows(x_ptr, index_ptrs, rows, columns, words, rows < m, columns < words, PTX)
+        else:
+            x = load_rows(x_ptr, index_ptrs, rows, columns, words, rows < m, columns < words, PTX, TWO_INF)
+            x = softmax_grad_bf16x2(x, columns, load_logit_rows(logit_rows, rows, rows < m), PTX)
         bf16x2 = abs_bf16x2(x)
         amax = max_bf16x2(amax, bf16x2, PTX)
         tl.atomic_max(row_ptr + rows, row_max_bf16x2(bf16x2, PTX), rows < m, sem="relaxed")
@@ -120,13 +126,15 @@ def launch_absmax(
     groups: BlockGroups | None = None,
     *,
     index: RowIndex = EVERY_ROW,
+    logit_rows: LogitRows | None = None,
     block: tuple[int, int] | None = None,
     steps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] contiguous -> absmax of the tensor [1], of its rows [M], of its columns [K], as fp32 bits in int32.
 
     Those that are not requested are 0 or empty. groups: columns of each group alone [groups * K]. index: x is [T, K],
-    and the M rows are gathered from it. block, steps: rows and columns of a tile, and tiles per CTA.
+    and the M rows are gathered from it. logit_rows: of logits x, whose gradient in bf16 is meant; of rows and columns
+    alone, `supports_bf16x2`. block, steps: rows and columns of a tile, and tiles per CTA.
     """
     m, k = index.shape(x)
     width = k if groups is None else groups.count * k
@@ -134,6 +142,7 @@ def launch_absmax(
     found = torch.zeros(1 + rows * m + columns * width, dtype=torch.int32, device=x.device)
     tensor_amax, row_amax, column_amax = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
     bf16x2 = rows and columns and not tensor and supports_bf16x2(x)
+    assert logit_rows is None or bf16x2, "the maxima of a gradient are of rows and columns"
     # Tuned on an H200: rows want short tiles with few atomics, the others long lines.
     block_m, block_k = block or ((32, 256) if bf16x2 else (32, 128) if rows else (8, 512) if columns else (8, 1024))
     steps, warps = steps or (8 if bf16x2 else 16), 4 if rows or columns else 8
@@ -142,8 +151,9 @@ def launch_absmax(
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), tuple(index), (row_amax, column_amax), group_of_block, m, k, steps,
-            PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+            x.view(-1).view(torch.int32), tuple(index), logit_rows and tuple(logit_rows), (row_amax, column_amax),
+            group_of_block, m, k, steps, PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+            enable_fp_fusion=False,  # a gradient is what quantizers compute, bit for bit
         )  # fmt: skip
     elif x.numel():
         requested = zip((tensor, rows, columns), (tensor_amax, row_amax, column_amax), strict=True)

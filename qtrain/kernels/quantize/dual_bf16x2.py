@@ -9,8 +9,8 @@ words of x side by side, which one thread holds.
 A scale belongs to a CTA's block of 128 (1x128, 128x128, or 1x128 of row codes and 128x128 of transposed codes); to
 whole rows and columns, or to the tensor, whose absmax a pass before has left; or it is given for the tensor.
 
-What is quantized can be computed from x as it is read: y = swiglu(x), the gradient of x from dy, or rows gathered from
-x.
+What is quantized can be computed from x as it is read: y = swiglu(x), the gradient of x from dy, rows gathered from x,
+or the gradient of logits x.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,15 @@ from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, lau
 from qtrain.kernels.quantize.dual_codes import quantize_tile
 from qtrain.kernels.quantize.dual_tile import load_swiglu_grads, load_tile, store_column_sums
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
+from qtrain.kernels.quantize.logit_rows import LogitRows
 
 BLOCK = 128
 BLOCK_PAIRS = (("128x128", "128x128"), ("1x128", "1x128"), ("1x128", "128x128"))
 """Granularities of row codes and of transposed codes whose scales a CTA computes from its own block."""
 PAIRS = (*BLOCK_PAIRS, ("rowwise", "rowwise"), ("tensorwise", "tensorwise"))
 """All that the kernel computes, in 8-bit formats; the last two after an absmax pass."""
+GRADIENT_PAIRS = PAIRS[:-1]
+"""Those of the gradient of logits. `softmax_grad.py` takes a scale of the tensor, where it is known before."""
 
 
 class DualTiling(NamedTuple):
@@ -47,8 +50,9 @@ class DualTiling(NamedTuple):
     """Of a thread; None: as many as the compiler takes."""
 
 
-def dual_tiling(swiglu: str, scales: str, sums: bool = False) -> DualTiling:
-    """Of what is quantized and the row codes' scales, as in `DualCode`. sums: whether columns are summed.
+def dual_tiling(swiglu: str, scales: str, sums: bool = False, logits: bool = False) -> DualTiling:
+    """Of what is quantized and the row codes' scales, as in `DualCode`. sums: whether columns are summed. logits:
+    whether it is the gradient of logits.
 
     Measured on an H200, to nearest and stochastic: with eight warps of few registers a SwiGLU's arithmetic hides behind
     loads, 95% of the copy bandwidth; with four of 168 registers it took a fifth longer."""
@@ -57,7 +61,7 @@ def dual_tiling(swiglu: str, scales: str, sums: bool = False) -> DualTiling:
     if scales == "given":
         # Sums take half as many registers again: with four warps a third of the CTAs would not fit.
         return DualTiling(64, BLOCK, 8 if swiglu or sums else 4, None)
-    if scales == "1x128" and swiglu:
+    if logits or (scales == "1x128" and swiglu):
         return DualTiling(BLOCK, BLOCK, 8, 128)
     if scales in ("1x128", "rowwise"):
         return DualTiling(BLOCK, BLOCK, 4, 168)
@@ -93,9 +97,10 @@ def column_block(tile_k, tiles_k, CODE: tl.constexpr):
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
     # What is quantized, an [m, k] bf16 in words of two: x, or rows gathered from it (token_ptr int32 [m], weight_ptr
-    # fp32 [m], or None), or of a SwiGLU (x [m, 2k] forward; dy [m, k / 2] backward), as `load_tile` says.
-    # dots_ptr fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `router_dots`, or None.
-    x_ptrs,  # (x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr)
+    # fp32 [m], or None), or the gradient of logits x (their `LogitRows`, or None), or of a SwiGLU (x [m, 2k] forward;
+    # dy [m, k / 2] backward), as `load_tile` says. dots_ptr fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `router_dots`,
+    # or None.
+    x_ptrs,  # (x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, logit_rows)
     # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4]; their fp32 scales, laid out as
     # `empty_scale`; scale_t_ptr None: the columns of groups have theirs already.
     out_ptrs,  # (codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr)
@@ -191,6 +196,7 @@ def launch_dual_bf16x2(
     groups: BlockGroups | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     index: RowIndex = EVERY_ROW,
+    logit_rows: LogitRows | None = None,
     held: Tensor | None = None,
     column_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +208,8 @@ def launch_dual_bf16x2(
     receives `swiglu.router_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise),
     or of its rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of
     their own (rowwise). out: memory for the result. index: the rows of what is quantized are gathered from x [T, K];
-    without swiglu. held: `group_of_block` of rows of which those of no group are not written; with `scale`.
+    without swiglu. logit_rows: of logits x, whose gradient is quantized, without index and swiglu, under scales of
+    `GRADIENT_PAIRS`. held: `group_of_block` of rows of which those of no group are not written; with `scale`.
     column_sums: fp32 [columns of what is quantized], receives their sums; with `scale`, without held.
     """
     granularity_t = granularity_t or granularity
@@ -213,7 +220,8 @@ def launch_dual_bf16x2(
     assert held is None or given, "rows are left out under a given scale alone"
     assert column_sums is None or (given and held is None), "columns are summed under a given scale alone, of all rows"
     if granularity == "rowwise":
-        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
+        options = {"groups": groups, "index": index, "logit_rows": logit_rows}
+        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, **options)[1:]
     elif granularity == "tensorwise" and not given:
         source = launch_absmax(x, tensor=True, index=index.values)[0] if tensor_amax is None else tensor_amax
     if out is None:
@@ -227,7 +235,7 @@ def launch_dual_bf16x2(
         scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
     quantized = "" if not swiglu else "forward" if dy is None else "both" if given else "backward"
     scales, scales_t = ("given", "given") if given else (granularity, granularity_t)
-    tile = dual_tiling(quantized, scales, column_sums is not None)
+    tile = dual_tiling(quantized, scales, column_sums is not None, logit_rows is not None)
     if router_dots is not None:  # those of BLOCK columns
         tile = tile._replace(columns=BLOCK)
     code = DualCode(
@@ -243,8 +251,9 @@ def launch_dual_bf16x2(
     )
     tiles_m, tiles_k = triton.cdiv(m, tile.rows), triton.cdiv(k, tile.columns) // (2 if quantized == "both" else 1)
     sums = None if column_sums is None else column_sums.new_empty(tiles_m, k)
+    x_words, dy_words = x.view(torch.int32), None if dy is None else dy.view(torch.int32)
     _dual_kernel[(tiles_m * tiles_k,)](
-        (x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), router_dots),
+        (x_words, *index, dy_words, router_dots, logit_rows and tuple(logit_rows)),
         (codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t),
         (source, source_t, amax), groups.group_of_block if grouped else held, sums, rounding.key, rounding.role,
         (m, k), scale.stride(0), scale_t.stride(0), CODE=code,

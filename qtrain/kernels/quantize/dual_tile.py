@@ -1,7 +1,7 @@
 """A tile that `dual_bf16x2.py` quantizes in both layouts: how it is loaded, and its scales.
 
-What is quantized is a matrix, rows gathered from it, y = swiglu(x), or the gradient of x from dy. Words are of two
-bf16, neighbors in a row ("pairs"), and a thread holds those of four consecutive rows.
+What is quantized is a matrix, rows gathered from it, the gradient of logits, y = swiglu(x), or the gradient of x from
+dy. Words are of two bf16, neighbors in a row ("pairs"), and a thread holds those of four consecutive rows.
 """
 
 from qtrain.kernels.column_sums import sum_rows
@@ -19,6 +19,7 @@ from qtrain.kernels.numerics.bf16x2 import (
 from qtrain.kernels.numerics.encode import scale_from_amax
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.gather_rows import load_token, load_weight, times_weight
+from qtrain.kernels.quantize.logit_rows import TWO_INF, load_logit_rows, softmax_grad_bf16x2
 
 
 @triton.jit
@@ -47,6 +48,17 @@ def _load_gathered_rows(
         weight2, weight3 = load_weight(weight_ptr, row + 2, token2), load_weight(weight_ptr, row + 3, token3)
         x0, x1 = times_weight(x0, weight0[:, None], PTX), times_weight(x1, weight1[:, None], PTX)
         x2, x3 = times_weight(x2, weight2[:, None], PTX), times_weight(x3, weight3[:, None], PTX)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_softmax_grads(ptrs, logit_rows, row, column, words, inside_rows, inside, PTX: tl.constexpr):
+    """Four rows of the gradient of logits at `ptrs`, in rows `row` on and words `column` of theirs."""
+    x0, x1, x2, x3 = load_four_rows(ptrs, words, inside, TWO_INF)
+    x0 = softmax_grad_bf16x2(x0, column, load_logit_rows(logit_rows, row, inside_rows), PTX)
+    x1 = softmax_grad_bf16x2(x1, column, load_logit_rows(logit_rows, row + 1, inside_rows), PTX)
+    x2 = softmax_grad_bf16x2(x2, column, load_logit_rows(logit_rows, row + 2, inside_rows), PTX)
+    x3 = softmax_grad_bf16x2(x3, column, load_logit_rows(logit_rows, row + 3, inside_rows), PTX)
     return x0, x1, x2, x3
 
 
@@ -148,11 +160,12 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
     """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
     r-th result, int32 [block_m / 4, block_k / 2].
 
-    x_ptrs: x, token_of_row, weight_of_row, dy, router_dots, of which all but x may be None. CODE.swiglu: "" is x, or m
-    rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
-    of x [m, k] from dy [m, k / 2], with `router_dots` unless dots_ptr is None.
+    x_ptrs: x, token_of_row, weight_of_row, dy, router_dots, `LogitRows`, of which all but x may be None. CODE.swiglu:
+    "" is x, m rows gathered from it unless token_ptr is None, or the gradient of logits x unless logit_rows is None;
+    "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient of x [m, k] from dy [m, k / 2], with `router_dots`
+    unless dots_ptr is None.
     """
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr = x_ptrs
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, logit_rows = x_ptrs
     tile_m, tile_k = at
     m, k = sizes
     PTX: tl.constexpr = CODE.ptx
@@ -181,6 +194,10 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
         row, column = tile_m * BLOCK_M + 4 * i, tile_k * (BLOCK_K // 2) + j
         columns = words_inside(tile_k, k, CODE.even, BLOCK_K)
         return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
+    elif logit_rows is not None:
+        rows = rows_inside(tile_m, m, CODE.even, BLOCK_M)
+        row, column = tile_m * BLOCK_M + 4 * i, tile_k * (BLOCK_K // 2) + j
+        return _load_softmax_grads(x_ptr + start + offset, logit_rows, row, column, words, rows, inside, PTX)
     else:
         return load_four_rows(x_ptr + start + offset, words, inside)
 
@@ -189,7 +206,7 @@ def load_tile(x_ptrs, at, sizes, CODE: tl.constexpr):
 def load_swiglu_grads(x_ptrs, at, sizes, CODE: tl.constexpr):
     """The tile at the same place of the gradients of gate and of up, four rows each, as `load_tile` returns one: gate
     and dy are read once for both. at: in a half of x. The rest as for `load_tile`."""
-    x_ptr, _, _, dy_ptr, dots_ptr = x_ptrs
+    x_ptr, _, _, dy_ptr, dots_ptr, _ = x_ptrs
     tile_m, tile_k = at
     m, k = sizes
     words = tl.multiple_of(k // 2, 8)

@@ -99,14 +99,16 @@ def times_weight(x, weight, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, index_ptrs, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
-    """Elements, or words of two bf16, of rows `row` [R] and columns `column` [C]; 0 outside. index_ptrs: a `RowIndex`,
-    by which rows are gathered if it has tokens."""
+def load_rows(
+    x_ptr, index_ptrs, row, column, stride, inside_row, inside_column, PTX: tl.constexpr, OUTSIDE: tl.constexpr = 0
+):
+    """Elements, or words of two bf16, of rows `row` [R] and columns `column` [C]; OUTSIDE where not inside. index_ptrs:
+    a `RowIndex`, by which rows are gathered if it has tokens; 0 outside then."""
     token_ptr, weight_ptr = index_ptrs
     inside_column = inside_column[None, :]
     if token_ptr is None:
         inside = inside_row[:, None] & inside_column
-        return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], inside, 0)
+        return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], inside, OUTSIDE)
     else:
         token = tl.load(token_ptr + row, inside_row, -1)
         x = load_token(x_ptr, token[:, None], column[None, :], stride, inside_column)

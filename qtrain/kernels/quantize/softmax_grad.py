@@ -1,14 +1,17 @@
-"""FP8 codes of the gradient of logits in both layouts, computed from the logits as they are read.
+"""Codes of the gradient of logits in both layouts, computed from the logits as they are read.
 
 With a low-bit head the gradient of a chunk's logits [M, V] is read by two GEMMs, as codes [M, V] and as transposed
 codes [V, M]. Written in bf16 and read again for its codes, it moves 10 bytes a logit with the two reads of the loss.
-Here `cross_entropy_statistics` reads the logits once for L = logsumexp of each row, and this kernel once more for
+Here `cross_entropy_statistics` reads the logits once for L = logsumexp of each row, and a quantizer once more for
 
-    exp(x - L) * weight - onehot(label)      in fp32, rounded once, to the code
+    exp(x - L) * weight - onehot(label)      in fp32
 
-and writes both layouts: 6 bytes. The scale is that of delayed scaling, so nothing has to be known of the tensor before;
-its absmax comes from the same read. Tiles are as in `dual_bf16x2.py`, in reverse order: the last rows' logits may still
-be in L2 from the statistics.
+and writes both layouts: 6 bytes. Under scales of rows, whose absmax takes a pass before, it is 8 of 12.
+
+Under delayed scaling nothing has to be known of the tensor before, its absmax comes from the same read, and the kernel
+is here: FP8, the gradient rounded once, to the code. Tiles are as in `dual_bf16x2.py`, in reverse order: the last rows'
+logits may still be in L2 from the statistics. Under scales of rows and of blocks that file's kernel computes the
+gradient rounded to bf16, and from it the codes that it would read from memory.
 """
 
 from dataclasses import dataclass
@@ -28,7 +31,8 @@ from qtrain.kernels.numerics.bf16x2 import (
     two_codes,
 )
 from qtrain.kernels.numerics.encode import Encoding, abs_bits, encoding, inv_scale_of
-from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_codes
+from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.delayed_scale import (
     delayed_scale_ref,
@@ -37,6 +41,7 @@ from qtrain.kernels.quantize.delayed_scale import (
     scale_buffers,
     scale_constants,
 )
+from qtrain.kernels.quantize.dual_bf16x2 import GRADIENT_PAIRS, launch_dual_bf16x2
 from qtrain.kernels.quantize.dual_tile import (
     inside_of_tile,
     load_four_rows,
@@ -44,14 +49,13 @@ from qtrain.kernels.quantize.dual_tile import (
     rows_inside,
     words_inside,
 )
+from qtrain.kernels.quantize.logit_rows import TWO_INF, LogitRows, load_logit_rows
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
-from qtrain.kernels.softmax import IGNORED, LOG2_E, exp_less
+from qtrain.kernels.softmax import IGNORED, exp_less
 
 BLOCK = 128
 WARPS, REGISTERS = 8, 80
 """Warps of a CTA, registers of a thread: three CTAs share an SM."""
-TWO_INF = tl.constexpr(-8323200)
-"""A word of two -inf in bf16, whose gradient is 0."""
 AMAX_BLOCK = 8192
 
 
@@ -80,16 +84,6 @@ def softmax_grad_ref(logits: Tensor, log_total: Tensor, labels: Tensor, z_loss: 
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load_row_statistics(row_ptrs, row, inside, z_loss):
-    """Of the rows `row`: label, L times log2(e), and the factor of the probabilities. Of one that is not trained L is
-    0, as it may be NaN."""
-    log_total_ptr, labels_ptr = row_ptrs
-    label = tl.load(labels_ptr + row, inside, -1).to(tl.int32)
-    log_total = tl.where(label != -100, tl.load(log_total_ptr + row, inside, 0.0), 0.0)
-    return label, log_total * LOG2_E, 1.0 + 2.0 * z_loss * log_total
 
 
 @triton.jit
@@ -130,8 +124,8 @@ def _row_codes(words, has_special, row_words, statistics, left, j, inside, inv_s
 
 @triton.jit
 def _quantize_softmax_grad_kernel(
-    # int32 words of two bf16 [m, k / 2]; of the rows, fp32 [m] logsumexp and int64 [m].
-    logits_ptr, row_ptrs, z_loss,  # row_ptrs: (log_total_ptr, labels_ptr)
+    # int32 words of two bf16 [m, k / 2]; their `LogitRows`.
+    logits_ptr, logit_rows,
     # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4], or None: not requested.
     codes_ptr, codes_t_ptr,
     # fp32 [1], given; int32 [1], receives the bits of the gradient's absmax.
@@ -154,15 +148,13 @@ def _quantize_softmax_grad_kernel(
     inv_scale, known_amax = inv_scale_of(tl.load(scale_ptr), False), tl.load(amax_ptr)
     i, j, left = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tile_k * BLOCK
     down = tile_m * BLOCK + tl.arange(0, BLOCK)
-    label = tl.load(row_ptrs[1] + down, down < m, -1)
+    label = tl.load(logit_rows[1] + down, down < m, -1)
     special = ((label >= left) & (label < left + BLOCK)) | (label == -100)
     has_special = tl.max(special.to(tl.int32), 0) > 0
     row, above = tile_m * BLOCK + 4 * i, rows_inside(tile_m, m, EVEN, BLOCK)
     row_words = logits_ptr + row.to(tl.int64) * words
-    statistics0 = _load_row_statistics(row_ptrs, row, above, z_loss)
-    statistics1 = _load_row_statistics(row_ptrs, row + 1, above, z_loss)
-    statistics2 = _load_row_statistics(row_ptrs, row + 2, above, z_loss)
-    statistics3 = _load_row_statistics(row_ptrs, row + 3, above, z_loss)
+    statistics0, statistics1 = load_logit_rows(logit_rows, row, above), load_logit_rows(logit_rows, row + 1, above)
+    statistics2, statistics3 = load_logit_rows(logit_rows, row + 2, above), load_logit_rows(logit_rows, row + 3, above)
     # Row after row, and two of them become halves of words of column codes at once: few live registers.
     ptrs = codes_ptr + start + offset
     x0, amax0 = _row_codes(x0, has_special, row_words, statistics0, left, j, above, inv_scale, CODE)
@@ -192,13 +184,13 @@ def _quantize_softmax_grad_kernel(
 @triton.jit
 def _softmax_grad_scale_unless_known_kernel(
     # fp32 or bf16 [m, k], contiguous; the rest as above; `ScaleBuffers`.
-    logits_ptr, row_ptrs, z_loss, scale_ptrs, m, k, BLOCK: tl.constexpr, CODE: tl.constexpr, PROGRAMS: tl.constexpr,
+    logits_ptr, logit_rows, scale_ptrs, m, k, BLOCK: tl.constexpr, CODE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     if knows_scale(scale_ptrs):
         return
     amax = tl.zeros([BLOCK], tl.int32)
     for row in range(tl.program_id(0), m, tl.num_programs(0)):
-        label, log2_total, weight = _load_row_statistics(row_ptrs, row, row < m, z_loss)
+        label, log2_total, weight = load_logit_rows(logit_rows, row, row < m)
         if label != -100:
             for start in range(0, k, BLOCK):
                 column = start + tl.arange(0, BLOCK)
@@ -211,9 +203,17 @@ def _softmax_grad_scale_unless_known_kernel(
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-def supports_softmax_grad(logits: Tensor, fmt: str) -> bool:
-    """Whether codes of the gradient of these logits are computed without the gradient in memory."""
-    if fmt not in ("e4m3", "e5m2") or not logits.numel():
+def has_softmax_codes(fmt: str, granularity: str, granularity_t: str, delayed: bool) -> bool:
+    """Whether there are kernels for codes of the gradient in a format, whose two layouts have scales of these
+    granularities. delayed: the scale is that of delayed scaling."""
+    if delayed:
+        return fmt in ("e4m3", "e5m2") and granularity == granularity_t == "tensorwise"
+    return fmt in EIGHT_BITS and (granularity, granularity_t) in GRADIENT_PAIRS
+
+
+def reads_logits(logits: Tensor) -> bool:
+    """Whether those kernels take these logits."""
+    if not logits.numel():
         return False
     if not logits.is_cuda:
         return True
@@ -229,7 +229,7 @@ def launch_softmax_grad_scale(
     m, k = logits.shape
     buffers = scale_buffers(known, m)
     _softmax_grad_scale_unless_known_kernel[(buffers.programs,)](
-        logits, (log_total, labels), z_loss, buffers, m, k, BLOCK=min(AMAX_BLOCK, triton.next_power_of_2(k)),
+        logits, (log_total, labels, z_loss), buffers, m, k, BLOCK=min(AMAX_BLOCK, triton.next_power_of_2(k)),
         **scale_constants(fmt, logits.device, power_of_two), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return buffers.out, buffers.amax
@@ -247,20 +247,20 @@ def launch_quantize_softmax_grad(
 ) -> tuple[Tensor, Tensor]:
     """Codes [M, V] and, with columns, transposed codes [V, M] of the gradient under a given scale, fp32 [1].
 
-    bf16 logits, `supports_softmax_grad` of a GPU. amax: int32 [1] of zeros, receives the fp32 bits of the absmax.
+    logits bf16, `reads_logits`. amax: int32 [1] of zeros, receives the fp32 bits of the absmax.
     """
     m, k = logits.shape
     codes, codes_t = _empty(logits, fmt, columns)
     code = SoftmaxCode(**vars(encoding(fmt, logits.device)), even=m % BLOCK == k % BLOCK == 0, z_loss=z_loss != 0)
     _quantize_softmax_grad_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        logits.view(torch.int32), (log_total, labels), z_loss, codes.view(torch.int16),
+        logits.view(torch.int32), (log_total, labels, z_loss), codes.view(torch.int16),
         codes_t.view(torch.int32) if columns else None, scale, amax, m, k, CODE=code,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, codes_t
 
 
-# ---- operator --------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _empty(logits: Tensor, fmt: str, columns: bool) -> tuple[Tensor, Tensor]:
@@ -270,12 +270,12 @@ def _empty(logits: Tensor, fmt: str, columns: bool) -> tuple[Tensor, Tensor]:
     return logits.new_empty(m, k, dtype=dtype), logits.new_empty(k if columns else 0, m, dtype=dtype)
 
 
-def _empty_quantize_softmax_grad(logits, fmt, columns):
+def _empty_quantize_softmax_grad_delayed(logits, fmt, columns):
     scale = logits.new_empty(1, dtype=torch.float32)
     return *_empty(logits, fmt, columns), scale, torch.empty_like(scale)
 
 
-@operator("quantize_softmax_grad_delayed", fake=_empty_quantize_softmax_grad)
+@operator("quantize_softmax_grad_delayed", fake=_empty_quantize_softmax_grad_delayed)
 def quantize_softmax_grad_delayed(
     logits: Tensor,
     log_total: Tensor,
@@ -289,7 +289,7 @@ def quantize_softmax_grad_delayed(
     """`quantize_dual_delayed` of d loss / d logits [M, V], to nearest: codes [M, V], codes_t [V, M] (without columns
     [0, M]), their scale fp32 [1], absmax fp32 [1].
 
-    logits [M, V], `supports_softmax_grad`; log_total fp32 [M], of `cross_entropy_statistics`; labels int64 [M].
+    logits [M, V], `reads_logits`; log_total fp32 [M], of `cross_entropy_statistics`; labels int64 [M].
     """
     if not logits.is_cuda:
         grad = softmax_grad_ref(logits, log_total, labels, z_loss)
@@ -304,3 +304,40 @@ def quantize_softmax_grad_delayed(
     scale, amax = launch_softmax_grad_scale(*source, known, fmt, power_of_two)
     codes, codes_t = launch_quantize_softmax_grad(*source, fmt, scale, amax, columns)
     return codes, codes_t, scale, amax.view(torch.float32)
+
+
+def _empty_quantize_softmax_grad(logits, fmt, granularity, granularity_t):
+    return *empty_codes(logits, fmt, granularity), *empty_codes(logits, fmt, granularity_t, transposed=True)
+
+
+@operator("quantize_softmax_grad", fake=_empty_quantize_softmax_grad)
+def quantize_softmax_grad(
+    logits: Tensor,
+    log_total: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    fmt: str,
+    granularity: str,
+    granularity_t: str,
+    key: Tensor | None = None,
+    role: int = 0,
+    rows: bool = True,
+    columns: bool = True,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual` of d loss / d logits [M, V] in the logits' dtype: codes, scale, codes_t, scale_t.
+
+    logits [M, V], `reads_logits`; log_total and labels as for `quantize_softmax_grad_delayed`; key, role, rows,
+    columns: a `Rounding`; `has_softmax_codes`.
+    """
+    rounding = Rounding(key, role, rows, columns)
+    if not logits.is_cuda:
+        grad = softmax_grad_ref(logits, log_total, labels, z_loss).to(logits.dtype)
+        row_bits, column_bits = rounding.bits(grad.shape)
+        return *quantize_ref(grad, fmt, granularity, row_bits, power_of_two), *quantize_transposed_ref(
+            grad, fmt, granularity_t, column_bits, power_of_two
+        )
+    logit_rows = LogitRows(log_total.contiguous(), labels.contiguous(), z_loss)
+    return launch_dual_bf16x2(
+        logits, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t, logit_rows=logit_rows
+    )

@@ -7,7 +7,7 @@ gradient exists from the forward pass on, in fp32, so that chunks accumulate acc
 gradients of logits are of order 1, which suits bf16.
 
 For any other module as head (a quantized linear) its own backward gives a chunk's gradients, in the forward pass too.
-Where it reads FP8 codes of the logits' gradient, they are computed from the logits, and the gradient is never written.
+Where it reads codes of the logits' gradient, they are computed from the logits, and the gradient is never written.
 The chunks' gradients of a parameter are added in fp32: those of a few chunks in the pass that scales them.
 """
 

@@ -26,7 +26,7 @@ from qtrain.parallel.layers.exchange import spanning_scales
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.adapted_linear import writes_rows_between
-from qtrain.quant.execute import rowwise_swiglu, softmax_codes_format, writes_swiglu_codes
+from qtrain.quant.execute import rowwise_swiglu, takes_softmax_codes, writes_swiglu_codes
 from qtrain.quant.weight_codes import reads_codes_only
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.scheme_bytes import linear_bytes
@@ -196,7 +196,7 @@ class LanguageRun:
                 down_input_recomputed=rowwise,
                 swiglu_codes=rowwise or bool(adapted_codes or (fused and writes_swiglu_codes(down, "x"))),
                 gate_up_8bit="gate_up" in kept_8bit(checked.settings),
-                softmax_codes=head is not None and softmax_codes_format(head) is not None,
+                softmax_codes=head is not None and takes_softmax_codes(head),
             )
 
         kinds = {key: scheme for layer in layers for key, scheme in layer.items()}

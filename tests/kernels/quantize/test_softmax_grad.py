@@ -7,14 +7,20 @@ import pytest
 import torch
 
 from qtrain.kernels.cross_entropy import launch_cross_entropy_statistics
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
+from qtrain.kernels.quantize.dual_bf16x2 import GRADIENT_PAIRS, launch_dual_bf16x2
+from qtrain.kernels.quantize.logit_rows import LogitRows
+from qtrain.kernels.quantize.operators import quantize_dual
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.softmax_grad import (
+    has_softmax_codes,
     launch_quantize_softmax_grad,
     launch_softmax_grad_scale,
+    quantize_softmax_grad,
     quantize_softmax_grad_delayed,
+    reads_logits,
     softmax_grad_ref,
-    supports_softmax_grad,
 )
 from tests.cases import sampled
 from tests.kernels.quantize.test_kernels import same
@@ -98,6 +104,21 @@ def check_scale(device):
             assert amax.tolist() == [0]
 
 
+def check_finer_scales(m, k, fmt, pair, device, rounding):
+    """Under scales of rows and of blocks, bit for bit the codes of the gradient in bf16."""
+    for z_loss, kind in itertools.product(Z_LOSS, ("trained", "masked", "nonfinite")):
+        logits, labels = logits_and_labels(m, k, m + k, device, kind)
+        grad, log_total = fp32_gradient(logits, labels, z_loss)
+        kept, grad = logits.clone(), grad.bfloat16()
+        found = launch_dual_bf16x2(
+            logits, fmt, pair[0], rounding, granularity_t=pair[1], logit_rows=LogitRows(log_total, labels, z_loss)
+        )
+        row_bits, column_bits = rounding.bits(grad.shape)
+        expected = quantize_ref(grad, fmt, pair[0], row_bits), quantize_transposed_ref(grad, fmt, pair[1], column_bits)
+        same(found, (*expected[0], *expected[1]), (m, k, fmt, pair, z_loss, kind))
+        assert torch.equal(logits.view(torch.int16), kept.view(torch.int16)), "the logits stay"
+
+
 @pytest.mark.parametrize("z_loss", Z_LOSS)
 def test_reference(z_loss):
     """Against fp64; the operator's codes are those of the reference in fp32, whatever the logits' dtype."""
@@ -127,11 +148,20 @@ def test_operator():
         arguments = logits, log_total, labels, 0.01, "e4m3", known, False, columns
         torch.library.opcheck(quantize_softmax_grad_delayed, arguments)
     assert quantize_softmax_grad_delayed(*arguments)[1].shape == (0, 16)
+    for pair in GRADIENT_PAIRS:
+        arguments = logits, log_total, labels, 0.01, "int8", *pair, torch.tensor([1, 2, 3]), 2
+        torch.library.opcheck(quantize_softmax_grad, arguments)
+        grad = softmax_grad_ref(logits, log_total, labels, 0.01).bfloat16()
+        expected = quantize_dual(grad, "int8", *pair, torch.tensor([1, 2, 3]), 2)
+        same(quantize_softmax_grad(*arguments), expected, pair)
 
 
 def test_what_no_kernel_takes():
-    assert supports_softmax_grad(torch.zeros(3, 5), "e4m3") and not supports_softmax_grad(torch.zeros(0, 5), "e4m3")
-    assert not supports_softmax_grad(torch.zeros(16, 16), "int8")
+    assert reads_logits(torch.zeros(3, 5)) and not reads_logits(torch.zeros(0, 5))
+    assert has_softmax_codes("e4m3", "tensorwise", "tensorwise", True)
+    assert not has_softmax_codes("int8", "tensorwise", "tensorwise", True)
+    assert not has_softmax_codes("e4m3", "tensorwise", "tensorwise", False)
+    assert not has_softmax_codes("int4", "rowwise", "rowwise", False)
 
 
 @pytest.mark.interpreter
@@ -140,6 +170,14 @@ def test_kernel_in_the_interpreter(m, k):
     check(m, k, "e4m3", 0.0, "cpu", "trained")
     check(m, k, "e4m3", 0.01, "cpu", "nonfinite")
     check(m, k, "e5m2", 0.0, "cpu", "masked", columns=False)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("pair", GRADIENT_PAIRS)
+@pytest.mark.parametrize(("m", "k"), sampled(SMALL, lambda m, k: (m, k) != (48, 272)))
+def test_finer_scales_in_the_interpreter(m, k, pair):
+    check_finer_scales(m, k, "e4m3", pair, "cpu", NEAREST)
+    check_finer_scales(m, k, "int8", pair, "cpu", Rounding(torch.tensor([5, 6, 7]), 1, False, True))
 
 
 @pytest.mark.interpreter
@@ -154,6 +192,16 @@ def test_kernel(m, k, fmt):
     for z_loss, kind in itertools.product(Z_LOSS, ("trained", "masked", "nonfinite")):
         check(m, k, fmt, z_loss, "cuda", kind, columns=kind != "masked" or m > 1000)
     check_scale("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", GRADIENT_PAIRS)
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize(("m", "k"), [*SMALL, (1024, 32000), (2048, 151936)])
+def test_finer_scales(m, k, fmt, pair):
+    key = torch.tensor([5, 6, 7], device="cuda")
+    for rounding in (NEAREST, Rounding(key, 1, False, True), Rounding(key, 2)):
+        check_finer_scales(m, k, fmt, pair, "cuda", rounding)
 
 
 @pytest.mark.gpu

@@ -117,6 +117,23 @@ def test_codes_of_the_gradient_are_computed_from_the_logits(chunks, frozen, scal
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_rowwise", "fp8_blockwise"])
+def test_finer_scales_are_computed_from_the_logits_too(name):
+    """In fp32 the codes are those of the gradient in memory, but for the last bit of an exponential."""
+    found = []
+    for in_memory in (False, True):
+        hidden, plain, labels = case(torch.float32)
+        scheme = SCHEMES.make(name, {}, "--quantize").for_linear(WIDTH, VOCAB, head=True)
+        head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64))
+        if in_memory:
+            with_the_gradient_in_memory(head)
+        logits = logits_of(head)
+        linear_cross_entropy(hidden, head, labels, 3, 0.01).loss.backward()
+        assert len(logits) == 3 and all(torch.equal(y, before) != in_memory for y, before in logits)
+        found.append([hidden.grad, plain.weight.grad])
+    assert all(relative(one, other) < 0.01 for one, other in zip(*found, strict=True))
+
+
 def test_a_gradient_that_is_quantized_unrounded_is_nearer_to_fp64():
     """Products with the gradient in fp64, of the values that the head multiplies; summed over seeds."""
     errors = torch.zeros(2)
@@ -144,8 +161,9 @@ def test_a_gradient_that_is_quantized_unrounded_is_nearer_to_fp64():
         ("fp8_tensorwise", {"scaling": "delayed", "stochastic_rounding": True}, False),
         ("fp8_tensorwise", {"scaling": "delayed", "grad_weight": "bf16"}, False),
         ("fp8_tensorwise", {"scaling": "delayed"}, True),
-        ("fp8_rowwise", {}, False),
-        ("int8", {}, False),
+        ("int8", {"grad_weight": "bf16"}, False),
+        ("fp8_rowwise", {}, True),
+        ("fp8_rowwise", {"grad_input": "bf16"}, False),
     ],
 )
 def test_other_heads_read_the_gradient_in_memory(name, options, bias):
