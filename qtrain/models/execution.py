@@ -26,16 +26,17 @@ def compile_layers(model: Decoder | HfModel) -> None:
     Layers share their code, so one compilation serves all that are alike: a 24-layer model starts in about 15 s,
     compiled as a whole in 65 s, at the same steady speed.
     """
-    tag_compile_caches()
-    choose_compiled_products()
+    prepare_compiling()
     allow_kinds_of(model.layers)
     for layer in model.layers:
         layer.compile(fullgraph=model.fullgraph)
 
 
-def tag_compile_caches() -> None:
-    """Keep torch's caches of compiled code apart by the state of this project's kernels.
+def prepare_compiling() -> None:
+    """Before torch.compile: have bf16 products choose their algorithm, and keep torch's caches of compiled code apart
+    by the state of this project's kernels.
 
     They key a custom op by its name: code that was compiled for the arguments of an older op would run with this one.
     """
+    choose_compiled_products()
     add_cache_tag(f"qtrain {kernels_checksum():08x}")

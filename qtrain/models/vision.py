@@ -15,7 +15,7 @@ from torch import nn
 
 from qtrain.core.errors import UserError, first_line, missing_package, nearest
 from qtrain.core.hub import reaching_hub
-from qtrain.models.execution import tag_compile_caches
+from qtrain.models.execution import prepare_compiling
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.recompute import Region, selective_contexts
@@ -170,7 +170,7 @@ def recompute_blocks(model: nn.Module, mode: str) -> None:
 
 def compile_vision(model: nn.Module) -> None:
     """Compile the repeated blocks in place, which share their code, or the whole model if it has none."""
-    tag_compile_caches()
+    prepare_compiling()
     allow_kinds_of(repeated_blocks(model))
     for module in repeated_blocks(model) or [model]:
         module.compile()

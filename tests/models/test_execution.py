@@ -261,5 +261,5 @@ def test_compiled_code_is_cached_apart_for_each_state_of_the_kernels(monkeypatch
     # Not by monkeypatch, which leaves the option deleted: torch's options are no attributes of the module's own.
     with torch.compiler.config.patch(cache_key_tag="mine"):
         for _ in range(2):
-            execution.tag_compile_caches()
+            execution.prepare_compiling()
             assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"

@@ -159,7 +159,7 @@ def that_run_had(changed: Mapping[str, tuple[Any, Any]], names: Collection[str] 
 def result_versions() -> dict[str, str]:
     """Versions of what computes a run's results, this package's source among them."""
     found = versions()
-    others = {name: found[name] for name in found if found[name] and name not in ("source", "git", "tyro", "wandb")}
+    others = {k: v for k, v in found.items() if v and k not in ("source", "git", "tyro", "wandb")}
     return {"qtrain": f"{__version__} (source {found['source']})", **others}
 
 
