@@ -29,6 +29,7 @@ from qtrain.bench.matmuls import (
     row,
 )
 from qtrain.core.hardware.capabilities import FP8_CAPABILITY
+from qtrain.kernels.gemm.bf16_mm import bf16_mm
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm, blockwise_mm_names
 from qtrain.kernels.gemm.float_mm import STEP_K, fp16_mm
 from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm
@@ -120,11 +121,16 @@ row("FP8 torchao Triton, 1x128 · 128x1", "fp8")(
 # ---- 16 bits ---------------------------------------------------------------------------------------------------------
 
 
-@row("BF16 cuBLAS", "bf16")
-def bf16(p: Problem) -> Case:
-    a, b = p.normal()
-    check = check_product(a.double, b.double, BF16_SUM)
-    return Case(p.stored(a, b), lambda a, b: a @ b.t(), check)
+def _bf16(multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Problem], Case]:
+    def prepare(p: Problem) -> Case:
+        a, b = p.normal()
+        return Case(p.stored(a, b), lambda a, b: multiply(a, b.t()), check_product(a.double, b.double, BF16_SUM))
+
+    return prepare
+
+
+row("BF16 cuBLAS", "bf16")(_bf16(torch.mm))
+row("BF16 qtrain", "bf16")(_bf16(bf16_mm))
 
 
 @row("FP16 Triton, FP16 accumulation", "bf16")
