@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.case import Bench, Case, Check, UnavailableError, WrongResultError
-from qtrain.bench.loss_codes import loss_case
+from qtrain.bench.loss_codes import delayed_loss_case, rowwise_loss_case
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.kernels.gemm.persistent import transpose_8bit
@@ -143,15 +143,20 @@ class QuantizerRow:
     prepare: Callable[[tuple[int, int], torch.device], Case]
 
 
-def _error_of_gradient(x: Tensor, codes: Tensor, scale: Tensor) -> float:
-    return _error(x, codes, scale, Quantizer("e4m3", "tensorwise", given=True), "tensorwise")
+def _error_under(quantizer: Quantizer) -> Callable[[Tensor, Tensor, Tensor], float]:
+    return lambda x, codes, scale: _error(x, codes, scale, quantizer, quantizer.granularity)
+
+
+_E4M3, _INT8 = _error_under(Quantizer("e4m3", "tensorwise", given=True)), _error_under(Quantizer("int8", "rowwise"))
 
 
 QUANTIZER_ROWS = [
     *(QuantizerRow(q.name, partial(quantizer_case, q)) for q in QUANTIZERS),
     QuantizerRow("transpose of 8 bits", transpose_case),
-    QuantizerRow("loss, its gradient in bf16, e4m3 of that", loss_case(False, _error_of_gradient)),
-    QuantizerRow("loss, e4m3 of its gradient from logits", loss_case(True, _error_of_gradient)),
+    QuantizerRow("loss, its gradient in bf16, e4m3 of that", delayed_loss_case(False, _E4M3)),
+    QuantizerRow("loss, e4m3 of its gradient from logits", delayed_loss_case(True, _E4M3)),
+    QuantizerRow("loss, its gradient in bf16, int8 rowwise of that", rowwise_loss_case(False, _INT8)),
+    QuantizerRow("loss, int8 rowwise of its gradient from logits", rowwise_loss_case(True, _INT8)),
 ]
 
 
