@@ -575,19 +575,10 @@ def updates() -> Iterator[Case]:
             )
 
 
-def softmax_grad_codes(fmt: str) -> Iterator[tuple[str, tuple[str, str], Rounding]]:
-    """Under scales of rows and of blocks, of this format and, with the first, of INT8 too."""
-    key = zeros(3, dtype=torch.int64)
-    for fmt_of in (fmt, "int8") if fmt == "e4m3" else (fmt,):
-        for pair in GRADIENT_PAIRS:
-            for rounding in (NEAREST, Rounding(key, 1, False, True), Rounding(key, 1)):
-                yield fmt_of, pair, rounding
-
-
 def softmax_grads() -> Iterator[Case]:
     for fmt in ("e4m3", "e5m2"):
         for m, k in ((256, 512), (48, 1008)):
-            source = zeros(m, k), zeros(m, dtype=FP32), zeros(m, dtype=torch.int64), 1e-4
+            source = logits_of(m, k)
             scale, amax = zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
             yield fmt == "e4m3", lambda x=source, f=fmt, s=scale: launch_softmax_grad_scale(*x, s, f, False)
             for columns in (True, False):
@@ -595,13 +586,22 @@ def softmax_grads() -> Iterator[Case]:
                     fmt == "e4m3" and columns,
                     lambda x=source, f=fmt, s=scale, a=amax, c=columns: launch_quantize_softmax_grad(*x, f, s, a, c),
                 )
-            for fmt_of, pair, rounding in softmax_grad_codes(fmt):
-                yield (
-                    (fmt_of, pair[0], m) == ("int8", "rowwise", 256),
-                    lambda x=source, f=fmt_of, p=pair, r=rounding: launch_dual_bf16x2(
-                        x[0], f, p[0], r, granularity_t=p[1], logit_rows=LogitRows(*x[1:])
-                    ),
-                )
+    stochastic = Rounding(zeros(3, dtype=torch.int64), 1)
+    # Under scales of rows and of blocks.
+    for pair in GRADIENT_PAIRS:
+        for fmt, rounding, m, k in (("int8", stochastic, 256, 512), ("e4m3", NEAREST, 48, 1008)):
+            source = logits_of(m, k)
+            yield (
+                (fmt, pair[0]) == ("int8", "rowwise"),
+                lambda x=source, f=fmt, p=pair, r=rounding: launch_dual_bf16x2(
+                    x[0], f, p[0], r, granularity_t=p[1], logit_rows=LogitRows(*x[1:])
+                ),
+            )
+
+
+def logits_of(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """With the sums of their rows, labels and a z-loss."""
+    return zeros(m, k), zeros(m, dtype=FP32), zeros(m, dtype=torch.int64), 1e-4
 
 
 def frozen_weights() -> Iterator[Case]:
