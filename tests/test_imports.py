@@ -50,7 +50,13 @@ INNER = {
         "kernels.numerics",
         "kernels.softmax",
     },
-    "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.arrivals", "kernels.numerics"},
+    "kernels.gemm": {
+        "kernels.compiler",
+        "kernels.compile_together",
+        "kernels.autotune",
+        "kernels.arrivals",
+        "kernels.numerics",
+    },
     "kernels.conv": {"kernels.compiler", "kernels.autotune", "kernels.gemm"},
     "kernels.swiglu": {
         "kernels.compiler",

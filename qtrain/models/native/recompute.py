@@ -84,7 +84,7 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default}
 GEMM_OPERATORS = (
     *("scaled_mm", "low_rank_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "codes_mm"),
-    *("codes_grad_mm", "fp16_mm", "fp32_mm", "plain_low_rank_mm"),
+    *("codes_grad_mm", "fp16_mm", "fp32_mm", "bf16_mm", "plain_low_rank_mm"),
 )
 """This project's matrix products (`kernels/gemm`)."""
 GROUPED_OPERATORS = tuple(

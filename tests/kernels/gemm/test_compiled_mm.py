@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_compiled_layers(device, tmp_path):
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED.replace("{device}", device))
     # Code from torch's cache would not pass through the pass again.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]
