@@ -21,7 +21,7 @@ from qtrain.models.cost.memory import estimate_memory
 from qtrain.models.cost.step_shape import StepShape
 from qtrain.models.native import decoder, mlp
 from qtrain.models.native.attention import attention_mask
-from qtrain.quant import SCHEMES
+from qtrain.quant import SCHEMES, LowBitScheme
 from qtrain.quant.linear import LowBitLinear
 from tests.models.families import ModelSource, source_of
 
@@ -180,6 +180,16 @@ def test_loss_and_gradients_near_fp64_and_free_of_the_chunk_count(dtype, chunks)
         assert (found.double() - exact).norm() / exact.norm() <= tolerance
 
 
+def head_of(plain: nn.Linear, scheme: LowBitScheme, logits: list, in_memory: bool) -> LowBitLinear:
+    """`logits` receives its outputs, and their values before anything overwrites them. in_memory: it reads the gradient
+    of its outputs from there."""
+    head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64, device=plain.weight.device))
+    head.register_forward_hook(lambda module, args, y: logits.append((y.detach(), y.detach().clone())))
+    if in_memory:
+        head.reads_softmax_gradient = lambda *_: False
+    return head
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8_rowwise", "fp8_blockwise"])
 def test_heads_with_finer_scales_never_write_the_gradient_of_their_logits(name):
     """Gradients are those with the gradient in memory, but for roundings of an exponential, in two chunks, one of them
@@ -192,10 +202,7 @@ def test_heads_with_finer_scales_never_write_the_gradient_of_their_logits(name):
     labels[::9] = -100
     found, logits = [], []
     for in_memory in (False, True):
-        head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64, device="cuda"))
-        head.register_forward_hook(lambda module, args, y: logits.append((y.detach(), y.detach().clone())))
-        if in_memory:
-            head.reads_softmax_gradient = lambda *_: False
+        head = head_of(plain, scheme, logits, in_memory)
         logits.clear()
         loss = linear_cross_entropy(hidden, head, labels, 2, 1e-4).loss
         found.append([loss.detach(), *torch.autograd.grad(loss, [hidden, plain.weight])])
@@ -224,10 +231,7 @@ def check_head_without_gradient_of_logits(tokens: int, frozen: bool) -> None:
     nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum").backward()
     errors, logits = [], []
     for in_memory in (False, True):
-        head = LowBitLinear(plain, scheme, torch.zeros(3, dtype=torch.int64, device="cuda"))
-        head.register_forward_hook(lambda module, args, y: logits.append((y.detach(), y.detach().clone())))
-        if in_memory:
-            head.reads_softmax_gradient = lambda *_: False
+        head = head_of(plain, scheme, logits, in_memory)
 
         def step(head=head) -> list[torch.Tensor]:
             logits.clear()

@@ -71,9 +71,14 @@ def bf16_mm_into(out: Tensor, a: Tensor, b: Tensor, keep: bool = False) -> None:
     run(choose("bf16_mm_into", _key(a, b, out, keep), names, lambda name: run(name, torch.empty_like(out))), out)
 
 
-def _is_timed(a: Tensor, b: Tensor) -> bool:
+def is_large_bf16(a: Tensor, b: Tensor) -> bool:
+    """Whether a product A [M, K] · B [K, N] on a GPU is worth a choice of algorithms."""
     large = a.shape[0] * a.shape[1] * b.shape[1] >= LEAST_PRODUCTS
-    return large and a.is_cuda and a.dtype == torch.bfloat16 and forced() != "ref"
+    return large and a.is_cuda and a.dtype == torch.bfloat16
+
+
+def _is_timed(a: Tensor, b: Tensor) -> bool:
+    return is_large_bf16(a, b) and forced() != "ref"
 
 
 def _key(a: Tensor, b: Tensor, out: Tensor, more: bool) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from qtrain.kernels.gemm.bf16_mm import LEAST_PRODUCTS
+from qtrain.kernels.gemm.bf16_mm import is_large_bf16
 from qtrain.kernels.gemm.cublas_lt import algorithm_names
 
 _PRODUCTS = {torch.ops.aten.mm.default: 2, torch.ops.aten.addmm.default: 3}
@@ -52,10 +52,8 @@ def replace_products(graph: Graph) -> None:
 
 def _is_chosen(*operands: Any) -> bool:
     values = [operand.meta.get("val") if isinstance(operand, Node) else None for operand in operands]
-    tensors = [v for v in values if isinstance(v, Tensor) and v.is_cuda and v.dtype == torch.bfloat16]
+    tensors = [v for v in values if isinstance(v, Tensor) and all(isinstance(size, int) for size in v.shape)]
     if len(tensors) < len(operands):
         return False
     *bias, a, b = tensors
-    (m, k), n = a.shape, b.shape[1]
-    static = all(isinstance(size, int) for size in (m, n, k))
-    return static and m * n * k >= LEAST_PRODUCTS and all(vector.shape == (n,) for vector in bias)
+    return is_large_bf16(a, b) and all(vector.shape == b.shape[1:] for vector in bias)

@@ -50,6 +50,7 @@ from qtrain.kernels.quantize.dual_tile import (
     words_inside,
 )
 from qtrain.kernels.quantize.logit_rows import TWO_INF, LogitRows, load_logit_rows
+from qtrain.kernels.quantize.operators import quantize_dual
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from qtrain.kernels.softmax import IGNORED, exp_less
 
@@ -333,10 +334,7 @@ def quantize_softmax_grad(
     rounding = Rounding(key, role, rows, columns)
     if not logits.is_cuda:
         grad = softmax_grad_ref(logits, log_total, labels, z_loss).to(logits.dtype)
-        row_bits, column_bits = rounding.bits(grad.shape)
-        return *quantize_ref(grad, fmt, granularity, row_bits, power_of_two), *quantize_transposed_ref(
-            grad, fmt, granularity_t, column_bits, power_of_two
-        )
+        return quantize_dual(grad, fmt, granularity, granularity_t, *rounding, power_of_two)
     logit_rows = LogitRows(log_total.contiguous(), labels.contiguous(), z_loss)
     return launch_dual_bf16x2(
         logits, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t, logit_rows=logit_rows
