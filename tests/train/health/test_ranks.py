@@ -37,6 +37,7 @@ from tests.worlds import run_ranks
 
 DENSE = {**UNTIED, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 """No linear but the head has more than 64 rows or columns: products are measured in full."""
+SEQ_LEN = 24
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "weights": (2, {"dp_replicate": 2}),
@@ -54,7 +55,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 def micro_batch(step: int, numbers: Sequence[int]) -> Batch:
     """Random tokens, all of which are trained on: two sequences of each number."""
     generators = [torch.Generator().manual_seed(1000 * step + number) for number in numbers]
-    tokens = torch.cat([torch.randint(DENSE["vocab_size"], (2, 25), generator=g) for g in generators])
+    tokens = torch.cat([torch.randint(DENSE["vocab_size"], (2, SEQ_LEN + 1), generator=g) for g in generators])
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].clone())
 
 
@@ -72,7 +73,7 @@ def train(
     many micro-batches are one."""
     settings = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "ep": 1, "quantize": "int8", **MODES[mode][1], **more}
     mesh = make_mesh(settings["dp_replicate"], settings["dp_shard"], "cpu", settings["tp"], settings["ep"])
-    size = {"seq_len": 24, "batch_size": 8, "micro_batch_size": 2 * joined}
+    size = {"seq_len": SEQ_LEN, "batch_size": 8, "micro_batch_size": 2 * joined}
     given = LanguageSettings(**{"device": "cpu", "dtype": "fp32", "seed": 1, "health": 1, **size, **settings})
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -192,6 +193,10 @@ def test_numbers_are_those_of_whole_linears(tmp_path, scheme):
                 assert of_parts[tensor][measure] == pytest.approx(row[tensor][measure], rel=0.05)
             for measure in ("flushed", "flushed_sum", "error"):
                 close = {"rel": 0.5, "abs": 0.01} if finer else {"rel": 0.02, "abs": 1e-3}
+                if (tensor, measure) == ("dy", "flushed") and name.endswith("qkv"):
+                    # A first token attends to itself alone: the gradient of its q, half of qkv, is 0 or, by the order
+                    # of sums, so small that it is flushed.
+                    close["abs"] += 0.5 / SEQ_LEN
                 assert of_parts[tensor][measure] == pytest.approx(row[tensor][measure], **close), (name, tensor)
         # All rows and columns are sampled, of one process and of parts.
         for gemm, error in row["products"].items():
