@@ -7,6 +7,7 @@ Keys that would change the arithmetic and are not covered are refused by name, n
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -65,7 +66,7 @@ class ModelConfig:
         assert self.mla is not None
         return self.mla
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have a mixture."""
         dense = range(self.num_hidden_layers) if self.moe is None else self.moe.dense_layers

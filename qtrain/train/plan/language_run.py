@@ -86,15 +86,15 @@ class LanguageRun:
         run = between_products(self.config, step, self.low_bit, self.adapters)
         if self.teacher is not None:  # a forward pass: a third, as `token_seconds` divides them
             run += between_products(self.teacher, plain, LowBitBytes.plain(step.element)) / 3
-        config, linears = replace(self.config, sub_norm=False), [_as_measured(linear) for linear in self.linears]
-        measured = replace(self, config=config, linears=linears, trained=None)
+        as_measured = replace(self, config=replace(self.config, sub_norm=False), trained=None)
+        low_bit = as_measured.low_bit_in([_scheme_as_measured(linear.scheme) for linear in self.linears])
         return BetweenProducts(
             run=run,
-            measured=between_products(config, plain, measured.low_bit),
+            measured=between_products(as_measured.config, plain, low_bit),
             flops=asdict(flops_per_token(self.config, MEASURED_SEQUENCE)),
         )
 
-    @property
+    @cached_property
     def trained_in_full(self) -> TrainedPart:
         """What trains."""
         return self.trained or all_of(self.config, self.checked.dtype.itemsize)
@@ -123,11 +123,15 @@ class LanguageRun:
             ]
         return shapes
 
+    @cached_property
+    def state_bytes(self) -> float:
+        """Of the optimizer's states and masters in device memory."""
+        return self.checked.optimizer.state_bytes(self.shapes, self.trained_in_full.element)
+
     def update_bytes(self) -> float:
         """That an optimizer's step reads and writes in device memory: states and weights both ways, gradients for their
         norm and for the update."""
-        trained = self.trained_in_full
-        return 2 * self.checked.optimizer.state_bytes(self.shapes, trained.element) + 4 * trained.bytes
+        return 2 * self.state_bytes + 4 * self.trained_in_full.bytes
 
     def memory(self) -> MemoryEstimate:
         """Bytes by kind at each moment of a step."""
@@ -135,11 +139,12 @@ class LanguageRun:
         trained, shapes = self.trained_in_full, self.shapes
         optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
         # Codes are all that is read of these weights: where masters are sharded, there is no full one.
-        codes_only = {n.shape for n in self.linears if n.scheme and reads_codes_only(n.scheme) and not adapted}
+        kinds = {(n.shape, id(n.scheme)): n for n in self.linears}.values()  # most linears share a scheme
+        codes_only = {n.shape for n in kinds if n.scheme and reads_codes_only(n.scheme) and not adapted}
         estimate = estimate_memory(
             model_config,
             self.step_shape,
-            optimizer_bytes=optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
+            optimizer_bytes=self.state_bytes / count_parameters(model_config).total,
             host_bytes=optimizer.host_bytes(shapes, trained.element),
             step_bytes=optimizer.step_bytes(shapes, trained.element, partitioned=partitioned),
             pretrained=checked.settings.pretrained,
@@ -154,19 +159,24 @@ class LanguageRun:
     @cached_property
     def low_bit(self) -> LowBitBytes:
         """Bytes of the linears of every layer."""
+        one = self.checked.settings.weight_codes == "one"
+        return self.low_bit_in([linear.in_one_layout if one else linear.scheme for linear in self.linears])
+
+    def low_bit_in(self, schemes: Sequence[LowBitScheme | None]) -> LowBitBytes:
+        """Bytes of the linears of every layer, in these schemes."""
         checked, model_config = self.checked, self.config
-        element, one = checked.dtype.itemsize, checked.settings.weight_codes == "one"
+        element, head = checked.dtype.itemsize, None
         in_layers: dict[int, dict[str, LowBitScheme | None]] = {}
-        for linear in self.linears:
-            if not linear.is_head:
-                scheme = linear.in_one_layout if one else linear.scheme
+        for linear, scheme in zip(self.linears, schemes, strict=True):
+            if linear.is_head:
+                head = scheme
+            else:
                 in_layers.setdefault(layer_index(linear.name), {})[linear_key(linear.name)] = scheme
         layers = [in_layers[index] for index in sorted(in_layers)]
         # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
         adapted, columns = bool(self.adapters), {a.name: a.columns for a in self.adapters}
         in_linears = self.trained is not None and self.trained.in_linears
         frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
-        head = next((linear.in_one_layout if one else linear.scheme for linear in self.linears if linear.is_head), None)
 
         def bytes_of(name: str, scheme: LowBitScheme | None) -> LinearBytes:
             in_full = frozen_in_full or _is_whole(checked.mesh, name)
@@ -252,10 +262,10 @@ class LanguageRun:
         )
 
 
-def _as_measured(linear: LinearChoice) -> LinearChoice:
-    """In the scheme of the measured runs: codes of tensors whose scales are known before they are read."""
-    low_bit = linear.scheme is not None and set(linear.scheme.gemm_dtypes().values()) - {"bf16"}
-    return replace(linear, scheme=MEASURED_SCHEME if low_bit else None)
+def _scheme_as_measured(scheme: LowBitScheme | None) -> LowBitScheme | None:
+    """That of the measured runs: codes of tensors whose scales are known before they are read."""
+    low_bit = scheme is not None and set(scheme.gemm_dtypes().values()) - {"bf16"}
+    return MEASURED_SCHEME if low_bit else None
 
 
 def _is_sent_alone(shape: ParameterShape, element: int) -> bool:

@@ -20,7 +20,8 @@ import torch
 
 from qtrain.core.hardware.device import Hardware, datasheet_hardware
 from qtrain.parallel.mesh import Mesh
-from qtrain.quant import SCHEMES, LinearChoice, LowBitScheme
+from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant.schemes.fp8_tensorwise import Fp8Tensorwise
 from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
 from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
@@ -103,7 +104,7 @@ class Measured:
 
 MEASURED_GPU, MEASURED_SEQUENCE = "h200", 1024
 """The GPU, and tokens a sequence, of the measurements below."""
-MEASURED_SCHEME = SCHEMES.make("fp8_tensorwise", {"scaling": "delayed"}, "")
+MEASURED_SCHEME = Fp8Tensorwise(scaling="delayed")
 """Their scheme in low bits. What another one's quantizers move beyond it takes time of its own."""
 
 MEASURED = {

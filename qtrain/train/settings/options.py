@@ -96,8 +96,8 @@ class Options:
 
     def has(self, name: str) -> bool:
         """Whether the script has the flag `name` and its value is not the default."""
-        fields = {field.name: field for field in dataclasses.fields(self.settings)}
-        return name in fields and getattr(self.settings, name) != fields[name].default
+        field = type(self.settings).__dataclass_fields__.get(name)
+        return field is not None and getattr(self.settings, name) != field.default
 
     def get(self, name: str) -> Any:
         """The value of the flag `name`; None where the script has no such flag."""
