@@ -192,7 +192,7 @@ def plain_mm(
     """out [M, N] = A [M, K] · B [N, K]ᵀ + bias; with `add` this is added to out.
 
     A and B bf16, by rows or by columns, out bf16 or fp32, `takes_plain_mm`; bias [N] of out's dtype; algorithm as for
-    `fp8_mm`."""
+    `fp8_mm`. With few rows the library rounds the product to bf16 before it adds to an out in bf16."""
     return _multiply(a, b, out, algorithm, bias, {}, "", False, add)
 
 
