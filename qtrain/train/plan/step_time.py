@@ -108,7 +108,7 @@ MEASURED_SCHEME = Fp8Tensorwise(scaling="delayed")
 """Their scheme in low bits. What another one's quantizers move beyond it takes time of its own."""
 
 MEASURED = {
-    # docs/results/train_steps.json, less the optimizer's step: compiled, sequence 1024.
+    # Within 5% of docs/results/train_steps.json, as H200s differ, less the optimizer's step: compiled, sequence 1024.
     TOKENS: Measured(
         "Qwen2.5 of 0.5B to 7B",
         {
