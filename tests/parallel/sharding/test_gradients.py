@@ -110,7 +110,7 @@ def test_micro_batches_are_added_in_their_order(replicate, shard, replicas, on_h
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_gradients_that_ranks_copy_to_each_other_are_those_that_they_send(replicate, shard, on_host, tmp_path):
+def test_gradients_that_ranks_copy_are_those_that_they_send(replicate, shard, on_host, tmp_path):
     case = (replicate * shard, _reduce, replicate, shard, 2, True, "exact", True, on_host, False)
     assert run_ranks(*case, tmp_path) == run_ranks(*case)
 

@@ -303,7 +303,7 @@ def _sent_with_adapted_experts(lora: Lora, ep: int, checkpointing: str) -> dict[
     ],
     ids=str,
 )
-def test_the_planned_bytes_of_adapters_of_divided_experts_are_those_that_ranks_send(lora, ep, checkpointing):
+def test_the_planned_bytes_of_adapters_of_experts_are_those_that_ranks_send(lora, ep, checkpointing):
     found = run_ranks(4, _sent_with_adapted_experts, lora, ep, checkpointing)
     config, scheme = ModelConfig.from_hf(MIXTURE), base_scheme(lora.base, "bf16")
     options = {"batch_size": 16, "micro_batch_size": 2, "seq_len": 24, "activation_checkpointing": checkpointing}
