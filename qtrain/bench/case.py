@@ -37,12 +37,13 @@ class WrongResultError(Exception):
 @dataclass(frozen=True)
 class Case:
     """A call run(*inputs), and the `check` of its result. family: the implementations that a dispatch may choose from
-    (QTRAIN_IMPL); None: all."""
+    (QTRAIN_IMPL); None: all. unread: bytes of the inputs that the call does not read."""
 
     inputs: Sequence[Tensor]
     run: Callable[..., Any]
     check: Check
     family: str | None = None
+    unread: int = 0
 
 
 @dataclass(frozen=True)

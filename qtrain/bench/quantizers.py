@@ -1,4 +1,5 @@
-"""The table of quantizers: TB/s over the minimal bytes of each, against the device's copy bandwidth.
+"""The table of quantizers, and of what else moves memory between products: TB/s over the minimal bytes of each, against
+the device's copy bandwidth.
 
 The minimal bytes are the input read once and every output written once. A quantizer that needs the absmax of a row or
 of the tensor before it writes a code may read its input twice, which lowers its rate.
@@ -12,6 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtrain.bench.between_products import (
+    column_sums_case,
+    delayed_swiglu_case,
+    norm_case,
+    qk_norm_rope_backward_case,
+    qk_norm_rope_case,
+    rope_backward_case,
+    rope_case,
+    rowwise_swiglu_case,
+)
 from qtrain.bench.case import Bench, Case, Check, UnavailableError, WrongResultError
 from qtrain.bench.loss_codes import delayed_loss_case, rowwise_loss_case
 from qtrain.bench.tables import Cell, Table
@@ -157,6 +168,16 @@ QUANTIZER_ROWS = [
     QuantizerRow("loss, e4m3 of its gradient from logits", delayed_loss_case(True, _E4M3)),
     QuantizerRow("loss, its gradient in bf16, int8 rowwise of that", rowwise_loss_case(False, _INT8)),
     QuantizerRow("loss, int8 rowwise of its gradient from logits", rowwise_loss_case(True, _INT8)),
+    QuantizerRow("SwiGLU, e4m3, both layouts, scale given", delayed_swiglu_case(False, _E4M3)),
+    QuantizerRow("gradient of SwiGLU, e4m3, both layouts, scale given", delayed_swiglu_case(True, _E4M3)),
+    QuantizerRow("SwiGLU, int8 rowwise", rowwise_swiglu_case(False, _INT8)),
+    QuantizerRow("gradient of SwiGLU, int8 rowwise, both layouts, and its columns", rowwise_swiglu_case(True, _INT8)),
+    QuantizerRow("gradient of a norm and its residual", norm_case),
+    QuantizerRow("rotary positions", rope_case),
+    QuantizerRow("gradient of rotary positions", rope_backward_case),
+    QuantizerRow("norms of heads, rotary positions", qk_norm_rope_case),
+    QuantizerRow("gradient of norms of heads, rotary positions", qk_norm_rope_backward_case),
+    QuantizerRow("sums of columns", column_sums_case),
 ]
 
 
@@ -165,10 +186,10 @@ def quantizer_table(shapes: Sequence[tuple[int, int]], rows: Sequence[QuantizerR
     copy, data = copy_bandwidth(bench.device), bench.hardware.peaks.get("bandwidth")
     columns = [f"{m}x{k}" for m, k in shapes]
     datasheet = f" (datasheet {three_digits(data)})" if data and not bench.hardware.measured else ""
-    note = (
-        f"Copy bandwidth {three_digits(copy)} TB/s{datasheet}; bf16 in; bytes: the input once, codes and scales once."
+    note = f"Copy bandwidth {three_digits(copy)} TB/s{datasheet}; bf16 in; bytes: inputs and outputs once."
+    table = Table(
+        "Quantizers and other kernels between products, M x K", "TB/s (share of the copy bandwidth)", columns, [note]
     )
-    table = Table("Quantizers, M x K", "TB/s (share of the copy bandwidth)", columns, [note])
     for row in rows:
         for shape, column in zip(shapes, columns, strict=True):
             bench.fill(table, row.name, column, partial(row.prepare, shape, bench.device), _show(copy))
@@ -178,7 +199,7 @@ def quantizer_table(shapes: Sequence[tuple[int, int]], rows: Sequence[QuantizerR
 def _show(copy: float) -> Callable[[Case, float], Cell]:
     def show(case: Case, ms: float) -> Cell:
         # The input read once and every output written once: the fewest bytes, whatever a kernel reads again.
-        moved = sum(t.nbytes for t in (*case.inputs, *case.run(*case.inputs)))
+        moved = sum(t.nbytes for t in (*case.inputs, *case.run(*case.inputs))) - case.unread
         rate = moved / ms / 1e9
         details = {"bytes": moved, "share_of_copy": rate / copy}
         return Cell(rate, text=f"{three_digits(rate)} ({100 * rate / copy:.0f}%)", details=details)

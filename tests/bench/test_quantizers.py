@@ -46,6 +46,20 @@ def test_a_wrong_code_is_refused(q):
             case.check(spoilt)
 
 
+@pytest.mark.parametrize("row", QUANTIZER_ROWS[-10:], ids=lambda row: row.name)
+def test_a_wrong_number_between_products_is_refused(row):
+    case = row.prepare((128, 256), CPU)
+    out = case.run(*case.inputs)
+    assert case.check(out) <= 2 and 0 <= case.unread < case.inputs[0].nbytes
+    # A scale of codes may be any that saturates: codes alone.
+    for spoilt in (i for i, t in enumerate(out) if t.dtype != torch.float32 or "SwiGLU" not in row.name):
+        wrong = [t.clone(memory_format=torch.contiguous_format) for t in out]
+        bits = wrong[spoilt].view(torch.uint8).flatten()
+        bits[-1] ^= 0x24  # the highest byte: a third of the largest code, powers of two of a float
+        with pytest.raises(WrongResultError):
+            case.check(tuple(wrong))
+
+
 def test_saturation_is_no_error():
     q = next(q for q in QUANTIZERS if q.given and not q.stochastic)
     x = torch.tensor([[1000.0, 1.0]], dtype=torch.bfloat16)

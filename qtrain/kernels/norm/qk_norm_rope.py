@@ -287,7 +287,7 @@ def _empty_qk_norm_rope_backward(qkv, q_weight):
 
 
 @operator("qk_norm_rope_backward", fake=_empty_qk_norm_rope_backward)
-def _qk_norm_rope_backward(
+def qk_norm_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -310,7 +310,7 @@ class QKNormRopeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq, dk, dv):
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        dqkv, dweights = _qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+        dqkv, dweights = qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
         dq_weight, dk_weight = dweights.to(q_weight.dtype).unbind()
         return dqkv, dq_weight, dk_weight, None, None, None, None
 

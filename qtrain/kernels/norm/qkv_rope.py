@@ -150,7 +150,7 @@ def _empty_backward(dq: Tensor, dk: Tensor) -> Tensor:
 
 
 @operator("qkv_rope_backward", fake=_empty_backward)
-def _qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not dq.is_cuda or forced() == "ref":
         return qkv_rope_backward_ref(dq, dk, dv, cos, sin)
     grads = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
@@ -167,7 +167,7 @@ class QKVRopeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq, dk, dv):
-        return _qkv_rope_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
+        return qkv_rope_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
 
 
 def qkv_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

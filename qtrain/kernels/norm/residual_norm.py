@@ -117,7 +117,7 @@ def _empty_backward(x: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
 
 
 @operator("residual_norm_backward", fake=_empty_backward)
-def _residual_norm_backward(
+def residual_norm_backward(
     dy: Tensor, dresidual: Tensor, x: Tensor, weight: Tensor, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor]:
     if not x.is_cuda or forced() == "ref":
@@ -141,7 +141,7 @@ class ResidualNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dresidual, dy):
         x, weight = ctx.saved_tensors
         rows = (t.reshape(-1, len(weight)) for t in (dy, dresidual, x))
-        dx, parameters = _residual_norm_backward(*rows, weight, ctx.eps, ctx.centered)
+        dx, parameters = residual_norm_backward(*rows, weight, ctx.eps, ctx.centered)
         dweight, dbias, *_ = *parameters.to(weight.dtype).unbind(), None
         return dx.view(x.shape), dweight, dbias, None
 
