@@ -21,9 +21,9 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), attention, linears,
-    experts (of a MoE, forward and backward), conv2d (convolutions of ResNet-50 and ConvNeXt-T), roofline (of linears,
-    computed for --gpu)."""
+    """Tables, separated by commas: mm (matrix products), quantizers (and what else moves memory between products),
+    grouped (products of experts), attention, linears, experts (of a MoE, forward and backward), conv2d (convolutions of
+    ResNet-50 and ConvNeXt-T), roofline (of linears, computed for --gpu)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None

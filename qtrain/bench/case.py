@@ -106,7 +106,25 @@ def implementation(family: str | None) -> Iterator[None]:
                 os.environ["QTRAIN_IMPL"] = before
 
 
+def drawn(shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
+    """Random values in bf16."""
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed)).bfloat16()
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def largest_share(error: Tensor, allowed: Tensor) -> float:
+    """Of the tolerance of each element. A NaN is the largest error, not the least."""
+    return float((error.abs() / allowed).max().nan_to_num(nan=torch.inf))
+
+
+def within(share: float, tolerance: str = "the tolerance", most: float = 1) -> float:
+    """An error as a share of the tolerance, or WrongResultError where it is above `most`."""
+    if share > most:
+        raise WrongResultError(f"an error {share:.3g} times {tolerance}")
+    return share
+
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.int32: 0.0}
 """Largest relative error of rounding a result to its dtype; fp32 may be rounded twice."""
@@ -130,11 +148,8 @@ def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation
             truth = rows @ w.t()  # fp64 [4096, N]
             # 1e-30: products of zeros have no magnitude to be relative to.
             allowed = ROUNDING[out.dtype] * truth.abs() + accumulation * (rows.abs() @ w.abs().t()) + 1e-30
-            share = ((result.double() - truth).abs() / allowed).max()  # fraction of the tolerance
-            worst = max(worst, float(share.nan_to_num(nan=torch.inf)))  # a NaN is the worst error, not the least
-        if worst > 1:
-            raise WrongResultError(f"an error {worst:.3g} times the tolerance")
-        return worst
+            worst = max(worst, largest_share(result.double() - truth, allowed))
+        return within(worst)
 
     return check
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from qtrain.bench.case import Bench, Case, Check, WrongResultError, check_against, swapped
+from qtrain.bench.case import Bench, Case, Check, check_against, largest_share, swapped, within
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Cell, Table
 from qtrain.core.hardware.capabilities import FP8_CAPABILITY
@@ -134,10 +134,7 @@ def check_conv(
         result = out[sampled_rows(p, gemm)]
         truth, size = sampled_truth(p, gemm, x, w, dy), sampled_truth(p, gemm, x.abs(), w.abs(), dy.abs())
         allowed = 2.0**-8 * truth.abs() + accumulation * size + 1e-30
-        share = float(((result.double() - truth).abs() / allowed).max().nan_to_num(nan=torch.inf))
-        if share > 1:
-            raise WrongResultError(f"an error {share:.3g} times the tolerance")
-        return share
+        return within(largest_share(result.double() - truth, allowed))
 
     return check
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, WrongResultError
+from qtrain.bench.case import Case, WrongResultError, within
 from qtrain.kernels.cross_entropy import cross_entropy, cross_entropy_statistics
 from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_delayed
 from qtrain.kernels.quantize.softmax_grad import (
@@ -22,6 +22,9 @@ from qtrain.kernels.quantize.softmax_grad import (
 
 ROWS = 1024
 """Rows of the gradient that a check computes at a time in fp32."""
+OF_ROUNDING = "that of rounding"
+NEAR_A_TIE = 2
+"""Errors of rounding that codes may have: there a number may be another one in bf16, half a step of a code away."""
 Error = Callable[[Tensor, Tensor, Tensor], float]
 """Of codes under a scale, relative to that of rounding: (values, codes, scale)."""
 
@@ -48,7 +51,7 @@ def delayed_loss_case(from_logits: bool, error: Error) -> Any:
             for part, grad in _gradients(exact, labels):
                 share = max(share, error(grad if from_logits else grad.bfloat16(), codes[part], scale))
             # A gradient near a tie may be another number in bf16: one of its steps is an eighth of half a code's.
-            return _checked(share, 1 if from_logits else 1.125)
+            return within(share, OF_ROUNDING, 1 if from_logits else 1.125)
 
         return Case((logits,), run, check)
 
@@ -75,7 +78,7 @@ def rowwise_loss_case(from_logits: bool, error: Error) -> Any:
             for part, grad in _gradients(exact, labels):
                 grad = grad.bfloat16()
                 share = max(share, error(grad, codes[part], scale[part]), error(grad.t(), codes_t[:, part], scale_t))
-            return _checked(share, 2)  # another number in bf16 near a tie: at most a half of a code's step
+            return within(share, OF_ROUNDING, NEAR_A_TIE)
 
         return Case((logits,), run, check)
 
@@ -96,9 +99,3 @@ def _gradients(logits: Tensor, labels: Tensor) -> Iterator[tuple[slice, Tensor]]
         part = slice(start, start + ROWS)
         x = logits[part].to(labels.device)
         yield part, softmax_grad_ref(x, x.float().logsumexp(dim=-1), labels[part], 0.0)
-
-
-def _checked(share: float, most: float) -> float:
-    if share > most:
-        raise WrongResultError(f"an error {share:.3g} times that of rounding")
-    return share

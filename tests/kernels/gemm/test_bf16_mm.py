@@ -46,9 +46,10 @@ def mean_error(out: Tensor, a: Tensor, b: Tensor) -> float:
 @pytest.fixture
 def _sums_in_fp32() -> Iterator[None]:
     """PyTorch lets cuBLAS add parts of K in bf16: torch.addmm with K = 61 made -552 of -546.77 (an H200)."""
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     yield
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.usefixtures("_sums_in_fp32")
