@@ -9,7 +9,7 @@ are both wanted, bf16 is processed two numbers at a time, in half the instructio
 import torch
 from torch import Tensor
 
-from qtrain.core.hardware.capabilities import has_ptx
+from qtrain.core.hardware.capabilities import has_ptx, sm_count
 from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,
@@ -145,10 +145,15 @@ def launch_absmax(
     assert logit_rows is None or bf16x2, "the maxima of a gradient are of rows and columns"
     # Tuned on an H200: rows want short tiles with few atomics, the others long lines.
     block_m, block_k = block or ((32, 256) if bf16x2 else (32, 128) if rows else (8, 512) if columns else (8, 1024))
-    steps, warps = steps or (8 if bf16x2 else 16), 4 if rows or columns else 8
-    steps = steps if groups is None else BLOCK_ROWS // block_m  # a CTA's rows are of one group
+    stripes, warps = triton.cdiv(k, block_k), 4 if rows or columns else 8
+    if groups is not None:
+        steps = BLOCK_ROWS // block_m  # a CTA's rows are of one group
+    elif steps is None:
+        steps = 8 if bf16x2 else 16
+        while steps > 1 and stripes * triton.cdiv(m, block_m * steps) < 2 * sm_count(x.device):
+            steps //= 2  # a small matrix: one CTA per SM would wait for its loads
     group_of_block = None if groups is None else groups.group_of_block
-    grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
+    grid = (stripes * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
             x.view(-1).view(torch.int32), tuple(index), logit_rows and tuple(logit_rows), (row_amax, column_amax),
