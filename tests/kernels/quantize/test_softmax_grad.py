@@ -34,21 +34,22 @@ def logits_and_labels(m, k, seed, device="cpu", kind="masked"):
     """bf16 [m, k], int64 [m]: labels in the first and the last column, a large logit, -inf. kind: "masked" has ignored
     rows; "trained" has none, and labels in the first 16 columns alone, of probabilities above all gradients;
     "nonfinite" is masked, with NaN and Inf."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(m, k, generator=generator) * 4
-    labels = torch.randint(0, k, (m,), generator=generator)
+    drawn = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    logits = torch.randn(m, k, **drawn) * 4
+    labels = torch.randint(0, k, (m,), **drawn)
     labels[0], labels[1], labels[2::5] = 0, k - 1, -100
     if kind == "trained":
-        labels = torch.arange(m) % 16
-        logits[torch.arange(m), labels] = 20.0
-        return logits.bfloat16().to(device), labels.to(device)
+        rows = torch.arange(m, device=device)
+        labels = rows % 16
+        logits[rows, labels] = 20.0
+        return logits.bfloat16(), labels
     logits[3, k // 2] += 60
     logits[4, ::2] = float("-inf")
     logits[4, labels[4]] = 1.0
     if kind == "nonfinite":
         logits[2, 5], logits[6, 7] = float("nan"), float("nan")  # of an ignored row, of a trained one
         logits[9, 3] = float("inf")
-    return logits.bfloat16().to(device), labels.to(device)
+    return logits.bfloat16(), labels
 
 
 def fp32_gradient(logits, labels, z_loss):
