@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Check, UnavailableError, drawn, largest_share, within
+from qtrain.bench.case import Case, Check, UnavailableError, largest_share, random_bf16, within
 from qtrain.bench.loss_codes import NEAR_A_TIE, OF_ROUNDING, Error
 from qtrain.kernels.column_sums import column_sums
 from qtrain.kernels.norm.qk_norm_rope import (
@@ -35,8 +35,8 @@ Shape = tuple[int, int]
 
 def norm_case(shape: Shape, device: torch.device) -> Case:
     """The backward pass of an RMSNorm, with the residual's gradient added."""
-    dy, dresidual, x = (drawn(shape, device, seed) for seed in range(3))
-    weight = drawn(shape[1:], device, 3)
+    dy, dresidual, x = (random_bf16(shape, device, seed) for seed in range(3))
+    weight = random_bf16(shape[1:], device, 3)
     truth = residual_norm_backward_ref(dy, dresidual, x, weight, EPS, False)
 
     def run(dy: Tensor, dresidual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ def norm_case(shape: Shape, device: torch.device) -> Case:
 
 def column_sums_case(shape: Shape, device: torch.device) -> Case:
     """The gradient of a bias."""
-    x = drawn(shape, device)
+    x = random_bf16(shape, device)
     return Case((x,), lambda x: (column_sums(x),), _near(x.sum(0, dtype=torch.float64)))
 
 
@@ -75,7 +75,7 @@ def rope_backward_case(shape: Shape, device: torch.device) -> Case:
 def qk_norm_rope_case(shape: Shape, device: torch.device) -> Case:
     """The same with an RMSNorm of each head of q and k before; v stays where it is, and is not read."""
     qkv, cos, sin, heads, head_dim = _projection(shape, device)
-    weights = drawn((head_dim,), device, 1), drawn((head_dim,), device, 2)
+    weights = random_bf16((head_dim,), device, 1), random_bf16((head_dim,), device, 2)
     q, k = qk_norm_rope_ref(qkv, *weights, cos, sin, heads, EPS)
 
     def run(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ def qk_norm_rope_case(shape: Shape, device: torch.device) -> Case:
 def qk_norm_rope_backward_case(shape: Shape, device: torch.device) -> Case:
     """Its gradient, with those of the norms' weights."""
     qkv, cos, sin, heads, head_dim = _projection(shape, device)
-    weights = drawn((head_dim,), device, 1), drawn((head_dim,), device, 2)
+    weights = random_bf16((head_dim,), device, 1), random_bf16((head_dim,), device, 2)
     q, k = qk_norm_rope_ref(qkv, *weights, cos, sin, heads, EPS)
     dq, dk, dv = _like(q, k, k)
 
@@ -151,7 +151,7 @@ def rowwise_swiglu_case(backward: bool, error: Error) -> Callable[[Shape, torch.
 
 def _gate_up(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     """Input [M, 2 K] and the output's gradient [M, K]."""
-    return drawn((shape[0], 2 * shape[1]), device), drawn(shape, device, 1)
+    return random_bf16((shape[0], 2 * shape[1]), device), random_bf16(shape, device, 1)
 
 
 def _projection(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -165,12 +165,12 @@ def _projection(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
         raise UnavailableError(f"columns are those of three heads of {head_dim} or more")
     seq = SEQUENCE if tokens % SEQUENCE == 0 else tokens
     angles = torch.rand(seq, 1, head_dim // 2, device=device, generator=torch.Generator(device).manual_seed(3)) * 6.28
-    return drawn(shape, device).view(-1, seq, width), angles.cos(), angles.sin(), heads - 2 * kv_heads, head_dim
+    return random_bf16(shape, device).view(-1, seq, width), angles.cos(), angles.sin(), heads - 2 * kv_heads, head_dim
 
 
 def _like(*outputs: Tensor) -> list[Tensor]:
     """Gradients of them."""
-    return [drawn(tuple(t.shape), t.device, 4 + i) for i, t in enumerate(outputs)]
+    return [random_bf16(tuple(t.shape), t.device, 4 + i) for i, t in enumerate(outputs)]
 
 
 def _near(*truth: Tensor) -> Check:

@@ -106,7 +106,7 @@ def implementation(family: str | None) -> Iterator[None]:
                 os.environ["QTRAIN_IMPL"] = before
 
 
-def drawn(shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
+def random_bf16(shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
     """Random values in bf16."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed)).bfloat16()
 

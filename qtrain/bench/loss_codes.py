@@ -50,9 +50,9 @@ def delayed_loss_case(from_logits: bool, error: Error) -> Any:
             share = 0.0
             for part, grad in _gradients(exact, labels):
                 share = max(share, error(grad if from_logits else grad.bfloat16(), codes[part], scale))
-            # A gradient near a tie may be another number in bf16. One of its steps is an eighth of half a code's, or a
-            # quarter: under a scale that is no power of two, a code's binade may begin within that of the gradient.
-            return within(share, OF_ROUNDING, 1 if from_logits else 1.25)
+            # A gradient near a tie may be another number in bf16. One of its steps is an eighth of half a code's, at
+            # most 1.75 times that: over the scale, 1 / 448, powers of two become 1.75 times powers of two.
+            return within(share, OF_ROUNDING, 1 if from_logits else 1 + 1.75 / 8)
 
         return Case((logits,), run, check)
 

@@ -23,7 +23,7 @@ from qtrain.bench.between_products import (
     rope_case,
     rowwise_swiglu_case,
 )
-from qtrain.bench.case import Bench, Case, Check, UnavailableError, WrongResultError, drawn, largest_share, within
+from qtrain.bench.case import Bench, Case, Check, UnavailableError, WrongResultError, largest_share, random_bf16, within
 from qtrain.bench.loss_codes import OF_ROUNDING, delayed_loss_case, rowwise_loss_case
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
@@ -82,7 +82,7 @@ QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for sto
 
 def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -> Case:
     """The quantizer on random bf16 values of shape [M, K]."""
-    x = drawn(shape, device)
+    x = random_bf16(shape, device)
     key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None  # Philox key: seed, step, tensor
     scale = (x.abs().amax().float() / FORMATS[q.fmt].max).view(1) if q.given else None
     groups = group_of_block(shape[0], device) if q.grouped else None

@@ -49,8 +49,8 @@ def test_a_gpu_is_timed_without_the_launch():
     timing = measure(lambda a, b: a @ b, (a, b), device, budget_ms=50)
     assert timing.low <= timing.ms <= timing.high and timing.runs >= 50
     slow = measure(lambda a, b: (time.sleep(2e-4), a @ b), (a, b), device, budget_ms=50)
-    # Quartiles, not medians: other tests may share the GPU.
-    assert slow.low < 1.5 * timing.high, "the time to launch was counted"
+    # Lower quartiles, not medians: other tests may share the GPU.
+    assert slow.low < 1.5 * timing.low, "the time to launch was counted"
     with watching_clocks(device, seconds=0.05) as clocks:
         measure(lambda a, b: a @ b, (a, b), device, budget_ms=500)
     assert clocks.record() is None or 100 < clocks.record()["sm_mhz_max"] < 5000
