@@ -156,9 +156,9 @@ def quantizers() -> Iterator[Case]:
                 zeros(256, 512), f, "tensorwise", "tensorwise", r, scale=zeros(1, dtype=FP32),
                 scale_t=zeros(1, dtype=FP32), amax=zeros(1, dtype=torch.int32),
             )  # fmt: skip
-    for fmt in FORMATS:
+    for fmt in (*FORMATS, "int4"):
         for r in SINGLE:
-            some = (fmt, r) in (("int8", NEAREST), ("e4m3", NEAREST), ("e5m2", STOCHASTIC))
+            some = (fmt, r) in (("int8", NEAREST), ("e4m3", NEAREST), ("e5m2", STOCHASTIC), ("int4", STOCHASTIC))
             for k, g in ((4096, "rowwise"), (4864, "rowwise"), (4096, "1x128")):
                 yield some and k == 4864, lambda f=fmt, k=k, g=g, r=r: launch_rowwise_bf16x2(zeros(64, k), f, g, r)
     for tensor, rows, columns in ((True, False, False), (False, True, False), (False, True, True), (True, True, True)):

@@ -237,15 +237,19 @@ def encode_bf16x2(bf16x2, inv_first, inv_second, nonfinite, block, key, STOCHAST
 def store_codes_bf16x2(
     ptrs, inside, bf16x2, inv_scale, nonfinite, block, key, STOCHASTIC: tl.constexpr, CODE: tl.constexpr
 ):
-    """Stores the codes of pairs as int16; the rest as for `encode_bf16x2`."""
+    """Stores the codes of pairs as `pack_two_codes` has them; the rest as for `encode_bf16x2`."""
     a, b = encode_bf16x2(bf16x2, inv_scale, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
     tl.store(ptrs, pack_two_codes(a, b, STOCHASTIC, CODE), inside)
 
 
 @triton.jit
 def pack_two_codes(a, b, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
-    """The codes of a and b as int16, that of a in the low byte; eight bytes of input per thread at once."""
-    if not CODE.ptx:
+    """The codes of a and b as int16, that of a in the low byte, or those of INT4 as int8, that of a in the low half;
+    eight bytes of input per thread at once."""
+    if CODE.fmt.packing == 2:
+        BYTE: tl.constexpr = 16 if STOCHASTIC and CODE.ptx else 0  # where the code begins
+        return (((a >> BYTE) & 15) | (((b >> BYTE) & 15) << 4)).to(tl.int8)
+    elif not CODE.ptx:
         return (a | (b << 8)).to(tl.int16)
     elif CODE.fmt.is_float and CODE.fp8_cvt and not STOCHASTIC:
         # Converts two numbers at once, the second operand into the low byte; a thread has two pairs.

@@ -1,10 +1,10 @@
 """Quantizes along rows (rowwise, 1x128, 1x32): each group of elements that share a scale is read once.
 
 Two kernels. The general one takes any format: a CTA takes several short groups, or one row; a row too long for
-registers is read twice in chunks, the second time mostly from cache. The bf16x2 kernel takes bf16 to 8 bits (rowwise,
-1x128) and gives the same codes in fewer instructions, which are what bounds stochastic rounding: two neighbors stay in
-the 32-bit word that they were read in. Its CTA takes several rows, or one group of columns of them (1x128); a row whose
-length is far below a power of two is held as two power-of-two blocks.
+registers is read twice in chunks, the second time mostly from cache. The bf16x2 kernel takes bf16 to 8 bits or INT4
+(rowwise, 1x128) and gives the same codes in fewer instructions, which are what bounds stochastic rounding: two
+neighbors stay in the 32-bit word that they were read in. Its CTA takes several rows, or one group of columns of them
+(1x128); a row whose length is far below a power of two is held as two power-of-two blocks.
 """
 
 import torch
@@ -21,7 +21,7 @@ from qtrain.kernels.numerics.encode import (
     scale_from_amax,
     zero_nonfinite,
 )
-from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes, group_shape
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_codes, group_shape
 from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_bits, philox_key
 
 LONGEST = 16384
@@ -142,7 +142,8 @@ CTAs share an SM, so that one loads while the other computes."""
 
 @triton.jit(do_not_specialize=["role", "m"])
 def _rowwise_bf16x2_kernel(
-    # x int32 words of two bf16 [m, words], codes int16 words of two codes [m, words]; scales fp32; key int64 [3].
+    # x int32 words of two bf16 [m, words], codes int16 (INT4: int8) words of two codes [m, words]; scales fp32; key
+    # int64 [3].
     x_ptr, codes_ptr, scale_ptr, key_ptr, role, m, words,
     # Of the scales: 1x128 has them column-major.
     row_stride, group_stride,
@@ -198,7 +199,7 @@ def row_blocks(words: int) -> tuple[int, int]:
 def supports_rowwise_bf16x2(x: Tensor, fmt: str, granularity: str, stochastic: bool) -> bool:
     """Whether `launch_rowwise_bf16x2` takes these arguments. It reads words, four at a time, so x must be aligned to
     words."""
-    if x.dtype is not torch.bfloat16 or x.shape[1] % 8 or x.storage_offset() % 2 or fmt not in EIGHT_BITS:
+    if x.dtype is not torch.bfloat16 or x.shape[1] % 8 or x.storage_offset() % 2 or fmt not in (*EIGHT_BITS, "int4"):
         return False
     longest = LONGEST_ROW_STOCHASTIC if stochastic else LONGEST_ROW
     return granularity == "1x128" or (granularity == "rowwise" and sum(row_blocks(x.shape[1] // 2)) <= longest)
@@ -222,7 +223,8 @@ def launch_rowwise_bf16x2(
     rows = max(WORDS_PER_CTA // triton.next_power_of_2(block + block_2), 1)
     warps = triton.next_power_of_2(triton.cdiv(rows * (block + block_2), 32 * WORDS_PER_THREAD))
     _rowwise_bf16x2_kernel[(triton.cdiv(m, rows) * (triton.cdiv(k // 2, block) if grouped else 1),)](
-        x.view(-1).view(torch.int32), codes.view(torch.int16), scale, key, rounding.role, m, words=k // 2,
+        x.view(-1).view(torch.int32), codes.view(torch.int8 if FORMATS[fmt].packing == 2 else torch.int16), scale, key,
+        rounding.role, m, words=k // 2,
         row_stride=scale.stride(0), group_stride=scale.stride(1) if grouped else 0,
         STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), GROUPED=grouped,
         ROWS=rows, BLOCK=block, BLOCK_2=block_2,

@@ -1,8 +1,8 @@
 """Row codes of y = silu(gate) * up, the input of a gated MLP's second product, from one read of x.
 
-A row's scale is known once the whole row has been read: a CTA keeps the row in registers, and over all its rows the
-absmax of every column too. Those give the scales of y's columns, whose codes only backward reads, and computes from x
-itself (`backward.py`): y is never read, and nothing of it but its codes is written.
+A row's scale is known once the whole row has been read: a CTA keeps it in registers, several where they are short, and
+over all its rows the absmax of every column too. Those give the scales of y's columns, whose codes only backward reads,
+and computes from x itself (`backward.py`): y is never read, and nothing of it but its codes is written.
 """
 
 import torch
@@ -14,8 +14,8 @@ from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,
     fast_inv_scale,
     max_bf16x2,
-    max_of_halves,
     reduce_max_bf16x2,
+    row_max_bf16x2,
     store_codes_bf16x2,
 )
 from qtrain.kernels.numerics.encode import encoding, scale_from_amax
@@ -26,22 +26,27 @@ from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row
 from qtrain.kernels.quantize.rowwise import row_blocks
 
+WORDS_PER_CTA, MAX_ROWS = 4096, 16
+"""Words of the short rows that a CTA takes at once, about, and how many rows at most, a divisor of any M. Atomics on a
+column, one for each CTA, wait for each other: with one row at once, and so more CTAs, 32768 x 896 took 111 us for 53,
+16384 x 1536 120 for 56 (H200)."""
 WORDS_PER_THREAD = 24
-"""Words of a row per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
+"""Words of rows per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
 WARPS_PER_SM = 24
 """Warps of all CTAs on an SM, which share its registers: some CTAs load while others compute."""
-MAX_ROWS_OF_GROUP = 32
-"""Rows per CTA where rows are in groups, a power of two: with more there are fewer atomics, and a longer last wave."""
+MAX_ROWS_OF_GROUP = 64
+"""Rows per CTA where rows are in groups, a power of two, one by one: few CTAs share a column of a group. With more rows
+there are fewer atomics, and a longer last wave."""
 STAGES, SHARED_BYTES = 2, 90 * 1024
-"""Software pipelining: the next row is loaded during the computation of this one, if its bytes fit in the shared memory
-of an Ada; a Hopper has more."""
+"""Software pipelining: the next rows are loaded during the computation of these, if their bytes fit in the shared
+memory of an Ada; a Hopper has more."""
 
 
 @triton.jit
-def _load_swiglu(gate_ptr, words, first, PTX: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK words of a row of y from word `first`; gate_ptr: the row's gate, followed by its up. 0 beyond the end."""
-    j = first + tl.arange(0, BLOCK)
-    return swiglu_bf16x2(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), PTX)
+def _load_swiglu(gate_ptr, offset, words, inside, PTX: tl.constexpr):
+    """Words of y at `offset` of gate, whose rows are followed by those of up; 0 where not inside."""
+    ptrs = gate_ptr + offset
+    return swiglu_bf16x2(tl.load(ptrs, inside, 0), tl.load(ptrs + words, inside, 0), PTX)
 
 
 @triton.jit(do_not_specialize=["role", "m"])
@@ -54,48 +59,54 @@ def _quantize_swiglu_rowwise_kernel(
     group_ptr,
     # int64 [3] (seed, step, tensor), or None.
     key_ptr, role, m, words,
-    # A row is BLOCK words, and BLOCK_2 more if that is not 0.
-    STOCHASTIC: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, STAGES: tl.constexpr,
+    # ROWS rows at once, which divide m. A row is BLOCK words, and BLOCK_2 more if that is not 0.
+    STOCHASTIC: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A CTA stays resident and takes every n-th row, or consecutive ones; column maxima stay in its registers."""
+    """A CTA stays resident and takes every n-th ROWS rows, or consecutive ones; column maxima stay in its registers."""
     words = tl.multiple_of(words, 8)
     key = None
     if STOCHASTIC:
         seed, step, tensor = philox_key(key_ptr, role)
         key = seed, step, tensor, 1  # a loop inside that over rows would prevent its software pipelining
-    amax = tl.zeros((BLOCK,), tl.int32)
+    row, word = tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    inside = word < words
+    amax = tl.zeros((ROWS, BLOCK), tl.int32)
     if BLOCK_2:
-        amax_2 = tl.zeros((BLOCK_2,), tl.int32)
-    first, last, step = tl.program_id(0), m, tl.num_programs(0)
+        word_2 = BLOCK + tl.arange(0, BLOCK_2)[None, :]
+        inside_2 = word_2 < words
+        amax_2 = tl.zeros((ROWS, BLOCK_2), tl.int32)
+    first, last, step = tl.program_id(0), m // ROWS, tl.num_programs(0)
     if group_ptr is not None:
-        each = m // tl.num_programs(0)
+        each = last // tl.num_programs(0)
         first = tl.program_id(0) * each
         last, step = first + each, 1
     for i in tl.range(first, last, step, num_stages=STAGES):
-        row = tl.cast(i, tl.int64)
-        y = _load_swiglu(x_ptr + row * 2 * words, words, 0, CODE.ptx, BLOCK)
+        # int64 only for the first row; offsets within the rows fit in int32, at half the registers.
+        top = tl.cast(i, tl.int64) * ROWS
+        gate_ptr, draw = x_ptr + top * 2 * words, (top + row[:, None]) * (words // 4)
+        y = _load_swiglu(gate_ptr, row[:, None] * (2 * words) + word, words, inside, CODE.ptx)
         amax = max_bf16x2(amax, abs_bf16x2(y), CODE.ptx)
-        row_amax = max_of_halves(reduce_max_bf16x2(abs_bf16x2(y), 0, CODE.ptx))
+        row_amax = row_max_bf16x2(abs_bf16x2(y), CODE.ptx)
         if BLOCK_2:
-            y_2 = _load_swiglu(x_ptr + row * 2 * words, words, BLOCK, CODE.ptx, BLOCK_2)
+            y_2 = _load_swiglu(gate_ptr, row[:, None] * (2 * words) + word_2, words, inside_2, CODE.ptx)
             amax_2 = max_bf16x2(amax_2, abs_bf16x2(y_2), CODE.ptx)
-            row_amax = tl.maximum(row_amax, max_of_halves(reduce_max_bf16x2(abs_bf16x2(y_2), 0, CODE.ptx)))
-        nonfinite = row_amax >= 0x7F800000
+            row_amax = tl.maximum(row_amax, row_max_bf16x2(abs_bf16x2(y_2), CODE.ptx))
+        nonfinite = tl.max(row_amax, 0) >= 0x7F800000
         scale = scale_from_amax(row_amax, CODE)
-        tl.store(scale_ptr + row, scale)
-        inv_scale, draw = fast_inv_scale(scale, nonfinite, CODE.ptx), row * (words // 4)
-        j, block = tl.arange(0, BLOCK), (draw + tl.arange(0, BLOCK // 4))[None, :]
-        ptrs = codes_ptr + row * words + j
-        store_codes_bf16x2(ptrs, j < words, y, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
+        tl.store(scale_ptr + top + row, scale)
+        inv_scale, codes = fast_inv_scale(scale, nonfinite, CODE.ptx)[:, None], codes_ptr + top * words
+        ptrs, block = codes + row[:, None] * words + word, draw + tl.arange(0, BLOCK // 4)[None, :]
+        store_codes_bf16x2(ptrs, inside, y, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
         if BLOCK_2:
-            j, block = BLOCK + tl.arange(0, BLOCK_2), (draw + BLOCK // 4 + tl.arange(0, BLOCK_2 // 4))[None, :]
-            ptrs = codes_ptr + row * words + j
-            store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
+            ptrs, block = codes + row[:, None] * words + word_2, draw + BLOCK // 4 + tl.arange(0, BLOCK_2 // 4)[None, :]
+            store_codes_bf16x2(ptrs, inside_2, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
     if group_ptr is not None:
-        column_ptr += group_of_row(group_ptr, first) * 2 * words  # [groups, I], I = 2 * words
+        column_ptr += group_of_row(group_ptr, first * ROWS) * 2 * words  # [groups, I], I = 2 * words
     # One atomic per column and CTA; a maximum does not depend on their order.
-    atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
+    atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, reduce_max_bf16x2(amax, 0, CODE.ptx))
     if BLOCK_2:
+        amax_2 = reduce_max_bf16x2(amax_2, 0, CODE.ptx)
         atomic_max_bf16x2(column_ptr, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
 
 
@@ -111,17 +122,21 @@ def launch_quantize_swiglu_rowwise(
     count, group_of_block = (1, None) if groups is None else (groups.count, groups.group_of_block)
     column_amax = torch.zeros(count * width // 2, dtype=torch.int32, device=x.device)
     block, block_2 = row_blocks(words)
-    warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
+    rows = 1
+    if groups is None:
+        rows = min(max(WORDS_PER_CTA // triton.next_power_of_2(block + block_2), 1), MAX_ROWS)
+    held = rows * (block + block_2)
+    warps = min(triton.next_power_of_2(triton.cdiv(held, 32 * WORDS_PER_THREAD)), 16)
     # Registers decide how many CTAs share an SM; at least two, but where a row takes all of them.
-    per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
-    stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1  # a word of gate and one of up: 8 bytes
-    programs = min(sm_count(x.device) * per_sm, m)
+    per_sm = 1 if held > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
+    stages = STAGES if 8 * held <= SHARED_BYTES else 1  # a word of gate and one of up: 8 bytes
+    programs = min(sm_count(x.device) * per_sm, m // rows)
     if groups is not None:
         # A power of two that divides 128: a CTA's consecutive rows are of one block, and so of one group.
         programs = m // min(MAX_ROWS_OF_GROUP, triton.next_power_of_2(triton.cdiv(m, programs)))
     _quantize_swiglu_rowwise_kernel[(programs,)](
         x.view(torch.int32), codes.view(torch.int16), scale, column_amax, group_of_block, key, rounding.role, m, words,
-        STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), BLOCK=block, BLOCK_2=block_2,
+        STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), ROWS=rows, BLOCK=block, BLOCK_2=block_2,
         STAGES=stages,
         # 65,536 registers of an SM over the threads of its CTAs, in the hardware's units of 8.
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,

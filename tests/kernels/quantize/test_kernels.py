@@ -125,7 +125,7 @@ def test_kernels_in_the_interpreter(fmt, key):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", without_e5m2(["int8", "e4m3", "e5m2"]))
+@pytest.mark.parametrize("fmt", without_e5m2(["int8", "e4m3", "e5m2", "int4"]))
 def test_rowwise_bf16x2_in_the_interpreter(fmt, key):
     cases = [("outlier", 33, 320), ("nonfinite", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
     for number, (kind, m, k) in enumerate(cases):
@@ -152,7 +152,7 @@ def test_which_rows_are_read_as_bf16x2(stochastic, longest):
     assert takes(x, "int8", "1x128") and takes(x, "e5m2", "rowwise")
     assert not takes(x.float(), "int8", "1x128") and not takes(x[:, :20], "int8", "1x128")
     assert not takes(x.view(-1)[1:73].view(3, 24), "int8", "1x128")  # starts within a word
-    assert not takes(x, "int4", "1x128") and not takes(x, "e4m3", "1x32")
+    assert takes(x, "int4", "1x128") and not takes(x, "ternary", "rowwise") and not takes(x, "e4m3", "1x32")
     rows = torch.zeros(1, longest + 8, dtype=torch.bfloat16)
     assert takes(rows[:, :longest], "int8", "rowwise") and not takes(rows, "int8", "rowwise")
     assert takes(rows, "int8", "1x128")
@@ -233,7 +233,7 @@ def x_dtype(fmt, number):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "int4"])
 @pytest.mark.parametrize("granularity", ROWS)
 def test_rows(granularity, fmt, key):
     key = key if key is None else key.cuda()

@@ -309,6 +309,8 @@ def test_rows_and_then_columns_on_gpu(fmt, stochastic):
         x, dy = gate_and_gradient(2064, width, 0, "outlier", "cuda")
         check_rows(x, fmt, False, stochastic)
         check_gradient(x, dy, fmt, False, stochastic)
+    for width in (16, 896, 1536):  # several rows at once, and more of them than all CTAs
+        check_rows(gate_and_gradient(20_016, width, 0, "nonfinite", "cuda")[0], fmt, False, stochastic)
 
 
 @pytest.mark.gpu
