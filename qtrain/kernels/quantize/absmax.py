@@ -79,9 +79,11 @@ def _absmax_kernel(
 
 @triton.jit
 def atomic_max_bf16x2(ptr, words, n, bf16x2):
-    """Pairs without sign -> atomic maxima of two columns each, at those of `words` that are below n."""
-    tl.atomic_max(ptr + 2 * words, low_half(bf16x2), words < n, sem="relaxed")
-    tl.atomic_max(ptr + 2 * words + 1, high_half(bf16x2), words < n, sem="relaxed")
+    """Pairs without sign [C] -> atomic maxima of two columns each, at those of `words` that are below n."""
+    # The numbers of a pair side by side in a warp, whose atomics are then in half as many sectors of the L2 cache.
+    column = tl.reshape(tl.join(2 * words, 2 * words + 1), (2 * words.shape[0],))
+    amax = tl.reshape(tl.join(low_half(bf16x2), high_half(bf16x2)), column.shape)
+    tl.atomic_max(ptr + column, amax, column < 2 * n, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -158,6 +160,7 @@ def launch_absmax(
         _absmax_bf16x2_kernel[grid](
             x.view(-1).view(torch.int32), tuple(index), logit_rows and tuple(logit_rows), (row_amax, column_amax),
             group_of_block, m, k, steps, PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+            maxnreg=64 if logit_rows is None else None,  # eight CTAs share an SM
             enable_fp_fusion=False,  # a gradient is what quantizers compute, bit for bit
         )  # fmt: skip
     elif x.numel():

@@ -28,8 +28,8 @@ from qtrain.kernels.quantize.rowwise import row_blocks
 
 WORDS_PER_CTA, MAX_ROWS = 4096, 16
 """Words of the short rows that a CTA takes at once, about, and how many rows at most, a divisor of any M. Atomics on a
-column, one for each CTA, wait for each other: with one row at once, and so more CTAs, 32768 x 896 took 111 us for 53,
-16384 x 1536 120 for 56 (H200)."""
+column, one for each CTA, wait for each other: with one row at once, and so more CTAs, 32768 x 896 took 111 us for 52,
+16384 x 1536 120 for 51 (H200)."""
 WORDS_PER_THREAD = 24
 """Words of rows per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
 WARPS_PER_SM = 24
