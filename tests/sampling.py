@@ -195,7 +195,7 @@ CASES: dict[str, int] = {
     "tests/kernels/swiglu/test_quantize.py::test_rows_and_then_columns_in_the_interpreter": 0,
     "tests/kernels/quantize/test_gather_rows.py::test_dual_in_the_interpreter": 1,
     "tests/kernels/quantize/test_operators.py::test_nearest_against_fp64": 8,
-    "tests/kernels/quantize/test_kernels.py::test_rowwise_bf16x2_in_the_interpreter": 1,
+    "tests/kernels/quantize/test_kernels.py::test_rowwise_bf16x2_in_the_interpreter": 3,
     "tests/kernels/optim/test_fused_update.py::test_a_nonfinite_gradient_spoils_no_other_block": 1,
     "tests/data/tokenizers/test_sentencepiece_model.py::test_ids_are_sentencepieces_own": 1,
     "tests/bench/test_train_step.py::test_a_process_apart": 0,

@@ -1,12 +1,12 @@
-"""Pairs of bf16 in one int32 word ("bf16x2"): absmaxes of both at once, conversions, and 8-bit codes of both.
+"""Pairs of bf16 in one int32 word ("bf16x2"): absmaxes of both at once, conversions, 8-bit and INT4 codes of both.
 
 The first number of a pair is in the low half. Bits of numbers without sign order as the numbers do, with Inf above all
 numbers and NaN above Inf. PTX: by bf16x2 instructions, which the interpreter lacks.
 
 Until it is packed, a code is an int32 with the code in one of its bytes, or, where the GPU converts to FP8 as it packs,
-the scaled fp32 number itself. Stochastic rounding adds integers, as `encode` does, and leaves the code in byte 2 (INT8)
-or 3 (FP8): packing selects the byte (prmt), and nothing is shifted. Rounding to nearest leaves it in byte 0, and so
-does everything in the interpreter, which has no PTX.
+the scaled fp32 number itself. Stochastic rounding adds integers, as `encode` does, and leaves the code in byte 2 (INT8,
+INT4) or 3 (FP8): packing 8 bits selects the byte (prmt), and nothing is shifted. Rounding to nearest leaves it in byte
+0, and so does everything in the interpreter, which has no PTX.
 """
 
 from qtrain.kernels.compiler import tl, triton

@@ -124,12 +124,12 @@ def test_stochastic_rounding_under_a_given_scale_in_the_interpreter(fmt):
     check_given(stress_matrix(128, 256, 3, "normal", torch.bfloat16, "cpu"), fmt, 0.3, "rows")
 
 
-@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("fmt", ["int8", "int4", "e4m3", "e5m2"])
 def test_no_number_exceeds_the_largest_code(fmt):
     """Codes under a scale of their own absmax are not clamped: of every bf16 absmax the scaled one rounds to it."""
     x = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)
     scaled = x * scale_ref(x[:, None], fmt, "rowwise").reciprocal()
-    if fmt == "int8":
+    if not FORMATS[fmt].is_float:
         scaled = (scaled + 384.0) - 384.0  # what is left of it in fixed point
     assert scaled.max() == FORMATS[fmt].max
 
